@@ -1,0 +1,60 @@
+"""Blocks of a matrix: the maximum of each, and one value per block spread over its elements.
+
+Shapes: ``x`` is (..., rows, columns), or (..., columns) for blocks of one row. Partial blocks at the edges are blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import WHOLE
+
+
+def _tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """View (..., rows, columns) as (..., row blocks, block rows, column blocks, block columns), zero-padded at the edges."""
+    rows, columns = x.shape[-2:]
+    padding = (-columns % block[1], -rows % block[0])
+    if any(padding):
+        x = F.pad(x, (0, padding[0], 0, padding[1]))
+    return x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+
+
+def _row_tiled(x: Tensor, width: int) -> Tensor:
+    """View (..., columns) as (..., column blocks, width), zero-padded at the edge."""
+    padding = -x.shape[-1] % width
+    if padding:
+        x = F.pad(x, (0, padding))
+    return x.unflatten(-1, (-1, width))
+
+
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest magnitude of each block, NaN where the block holds one; the shape is that of the format's scale.
+
+    A block without elements has magnitude 0. Per tensor means over the last two dimensions.
+    """
+    magnitude = x.abs()
+    if block == (WHOLE, WHOLE):
+        if 0 in x.shape[-2:]:
+            return x.new_zeros(x.shape[:-2])
+        return magnitude.amax((-2, -1))
+    if block == (1, WHOLE):
+        if x.shape[-1] == 0:
+            return x.new_zeros((*x.shape[:-1], 1))
+        return magnitude.amax(-1, keepdim=True)
+    if block[0] == 1:
+        return _row_tiled(magnitude, block[1]).amax(-1)
+    return _tiled(magnitude, block).amax((-3, -1))
+
+
+def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Broadcastable to ``shape``: the block's value at each element."""
+    if block == (WHOLE, WHOLE):
+        return scale[..., None, None]
+    if block == (1, WHOLE):
+        return scale
+    scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+    if block[0] != 1:
+        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
+    return scale

@@ -1,0 +1,133 @@
+"""The custom ops ``torch.ops.fxquant.*``: the IR between the passes and the kernels.
+
+They are composite: a Dynamo or exported graph shows one op with its formats; AOTAutograd and ``run_decompositions()`` take
+it apart, so the quantisation becomes plain torch ops that Inductor fuses with what stands in front, and the product becomes
+the kernel that the capability table picks. A tensor in a format is the list of its components (``Format.components``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import numerics
+from .capability import Problem, choose_linear, device_key
+from .formats import FORMATS, WHOLE, Format, Scheme
+
+NO_ACTIVATION = "none"
+"""Activation format name for weight-only products: the activation is [x]."""
+
+
+def quantize_activation(x: Tensor, format: str) -> list[Tensor]:
+    """Quantise an activation with scales made from ``x`` itself.
+
+    Args:
+        x: (..., K), one dimension or more, float16, bfloat16 or float32.
+        format: an activation format of the grammar, e.g. ``fp8_per_token``.
+
+    Returns:
+        [xq (..., K), xs]; the shape of xs is () per tensor, (..., 1) per token, (..., ceil(K/128)) per 1x128 block.
+    """
+    spec = FORMATS[format]
+    if spec.block == (WHOLE, WHOLE):
+        qdata, *scales = numerics.quantize(x.reshape(1, -1) if x.numel() else x.new_zeros(1, 0), spec)
+        return [qdata.view(x.shape), *scales]
+    return numerics.quantize(x, spec)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _one_a_row(scale: Tensor, rows: int) -> Tensor:
+    """A () or (rows, 1) scale as a dense vector of length ``rows`` (an expanded one would have stride 0)."""
+    return scale.reshape(-1) if scale.dim() else scale.repeat(rows)
+
+
+def _torch_scaled_mm(x: list[Tensor], weight: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """(M, N) through torch._scaled_mm; scales are () or (M, 1) and () or (N, 1)."""
+    xq, x_scale = x
+    wq, w_scale = weight
+    if xq.device.type == "cuda" and out_dtype != torch.bfloat16:
+        # The row-wise CUDA kernel writes bfloat16 alone: take the plain product in float32 and scale it behind.
+        one = x_scale.new_ones(())
+        product = torch._scaled_mm(xq, wq.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+        product = product * x_scale * w_scale.t()
+        return (product if bias is None else product + bias).to(out_dtype)
+    if x_scale.dim() or w_scale.dim():
+        x_scale = _one_a_row(x_scale, xq.shape[0]).unsqueeze(-1)
+        w_scale = _one_a_row(w_scale, wq.shape[0]).unsqueeze(0)
+    if bias is not None:
+        bias = bias.to(out_dtype)
+    return torch._scaled_mm(xq, wq.t(), scale_a=x_scale, scale_b=w_scale, bias=bias, out_dtype=out_dtype)
+
+
+def _reference_scaled_mm(
+    x: list[Tensor], weight: list[Tensor], bias: Tensor | None, scheme: Scheme, out_dtype: torch.dtype
+) -> Tensor:
+    """(..., N) by dequantising: weight-only in the activation's dtype, quantised activations in float32."""
+    if scheme.activation is None:
+        values = numerics.dequantize(weight, scheme.weight, out_dtype)
+        return F.linear(x[0].to(out_dtype), values, None if bias is None else bias.to(out_dtype))
+    left = numerics.dequantize(x, scheme.activation, torch.float32)
+    right = numerics.dequantize(weight, scheme.weight, torch.float32)
+    product = torch.matmul(left, right.t())
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
+def scaled_mm(
+    x: list[Tensor],
+    weight: list[Tensor],
+    bias: Tensor | None,
+    activation: str,
+    weight_format: str,
+    out_dtype: torch.dtype,
+    backend: str = "auto",
+) -> Tensor:
+    """y = x @ w.T + bias on quantised operands.
+
+    Args:
+        x: components of the activation, xq (..., K) first; [x] itself when ``activation`` is ``"none"``.
+        weight: components of the weight, wq (N, K) first.
+        bias: (N,), any float dtype, or None.
+        activation: format name of x, or ``"none"`` (weight-only).
+        weight_format: format name of the weight.
+        out_dtype: dtype of the result.
+        backend: kernel family; ``auto`` takes the capability table's choice.
+
+    Returns:
+        (..., N) in ``out_dtype``.
+
+    Raises:
+        UnsupportedError: no kernel of the family serves these formats, this shape and this device.
+    """
+    scheme = Scheme(weight=FORMATS[weight_format], activation=None if activation == NO_ACTIVATION else FORMATS[activation])
+    rows, columns = weight[0].shape[0], x[0].shape[-1]
+    device, capability = device_key(x[0].device)
+    kernel = choose_linear(
+        Problem(scheme=scheme, rows=rows, columns=columns, device=device, capability=capability), backend
+    )
+    out_shape = (*x[0].shape[:-1], rows)
+    if 0 in x[0].shape or rows == 0:  # library kernels refuse empty operands; an empty sum is zero
+        empty = torch.zeros(out_shape, dtype=out_dtype, device=x[0].device)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    if kernel.family == "torch":
+        x_rows = [_as_rows(x[0]), x[1] if x[1].dim() == 0 else _as_rows(x[1])]
+        return _torch_scaled_mm(x_rows, weight, bias, out_dtype).view(out_shape)
+    return _reference_scaled_mm(x, weight, bias, scheme, out_dtype)
+
+
+_library = torch.library.Library("fxquant", "DEF")
+_library.define("quantize_activation(Tensor x, str format) -> Tensor[]")
+_library.define(
+    "scaled_mm(Tensor[] x, Tensor[] weight, Tensor? bias, str activation, str weight_format, ScalarType out_dtype, "
+    "str backend='auto') -> Tensor"
+)
+_library.impl("quantize_activation", quantize_activation, "CompositeImplicitAutograd")
+_library.impl("scaled_mm", scaled_mm, "CompositeImplicitAutograd")
+
+
+def activation_components(x: Tensor, activation: Format | None) -> list[Tensor]:
+    """What ``scaled_mm`` takes as ``x`` for this activation format."""
+    return [x] if activation is None else quantize_activation(x, activation.name)

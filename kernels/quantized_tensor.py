@@ -1,0 +1,414 @@
+"""``QuantizedTensor``: a weight that is stored quantised and looks like the float tensor it came from.
+
+It has the original's shape, logical dtype and device; the values live in its components. Ops fall into four classes:
+
+* products with the contraction dimension where the format has it (linear, mm, addmm, bmm) run on the quantised operands;
+* moves (clone, ``.to``, ``copy_`` from its like, t, expand) act on the components;
+* an op that writes to it runs on dequantised values, which are quantised again and stored - or it is refused by name;
+* everything else dequantises. The result of a view op is read-only: a write to it could not reach the stored weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from . import numerics, ops
+from .errors import UnsupportedError
+from .formats import FORMATS, Scheme
+from .read_only import ReadOnlyView, written_arguments, aliased_outputs, is_composite
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+    """Everything about a quantised weight but its bytes; equal specs can share one compiled graph.
+
+    Args:
+        scheme: formats of the weight and of the activation it is multiplied with.
+        rows, columns: out features N and in features K of the stored matrix (columns are the contraction dimension).
+        dtype: the logical dtype: what dequantising gives.
+        contraction: logical dimension that is contracted: -1 for [N, K] (nn.Linear), -2 for [K, N] (Conv1D, ``weight.t()``).
+        leading: logical leading dimensions over which the one matrix is broadcast (``expand``).
+        backend: kernel family that products use.
+    """
+
+    scheme: Scheme
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    contraction: int = -1
+    leading: tuple[int, ...] = ()
+    backend: str = "auto"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = (self.rows, self.columns) if self.contraction == -1 else (self.columns, self.rows)
+        return (*self.leading, *matrix)
+
+    def transposed(self) -> WeightSpec:
+        return replace(self, contraction=-3 - self.contraction)
+
+
+class QuantizedTensor(torch.Tensor):
+    """A quantised matrix with the interface of a float tensor.
+
+    Args:
+        components: stored tensors in the order of ``spec.scheme.weight.components``: qdata (N, K), scale, ...
+        spec: formats, logical shape and dtype.
+        stride: strides that the tensor reports; contiguous where None.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    spec: WeightSpec
+
+    @staticmethod
+    def __new__(
+        cls, components: Sequence[Tensor], spec: WeightSpec, stride: Sequence[int] | None = None
+    ) -> QuantizedTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=stride, dtype=spec.dtype, device=components[0].device, requires_grad=False
+        )
+        self.spec = spec
+        for name, component in zip(spec.scheme.weight.components, components, strict=True):
+            setattr(self, name, component)
+        return cast(QuantizedTensor, self)
+
+    @classmethod
+    def from_float(
+        cls,
+        weight: Tensor,
+        scheme: Scheme,
+        *,
+        contraction: int = -1,
+        backend: str = "auto",
+        reduce_amax: Callable[[Tensor], Tensor] | None = None,
+    ) -> QuantizedTensor:
+        """Quantise a float matrix.
+
+        Args:
+            weight: (N, K), or (K, N) with ``contraction=-2``; float16, bfloat16 or float32.
+            scheme: weight format, and the activation format that products will use.
+            contraction: the contracted dimension of ``weight``.
+            backend: kernel family that products use.
+            reduce_amax: see ``numerics.quantize``.
+
+        Raises:
+            UnsupportedError: the weight holds NaN or infinity.
+        """
+        weight = weight.detach()
+        rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
+        spec = WeightSpec(
+            scheme=scheme, rows=rows, columns=columns, dtype=weight.dtype, contraction=contraction, backend=backend
+        )
+        return cls(_quantized_components(weight, spec, reduce_amax), spec)
+
+    @property
+    def components(self) -> list[Tensor]:
+        """The stored tensors, qdata first."""
+        return [getattr(self, name) for name in self.spec.scheme.weight.components]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The float values, (shape of self), computed in float32 and rounded once to ``dtype`` (default: the logical dtype)."""
+        return dequantized(self.components, self.spec, dtype or self.spec.dtype)
+
+    def with_components(
+        self, components: Sequence[Tensor], *, stride: Sequence[int] | None = None, **changes: Any
+    ) -> QuantizedTensor:
+        """The same kind of tensor over other components; ``changes`` are fields of the spec."""
+        spec = replace(self.spec, **changes) if changes else self.spec
+        return QuantizedTensor(components, spec, self.stride() if stride is None and not changes else stride)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the components."""
+        return sum(component.numel() * component.itemsize for component in self.components)
+
+    # -- torch protocols ------------------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
+        return list(self.spec.scheme.weight.components), self.spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], spec: WeightSpec, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> QuantizedTensor:
+        return QuantizedTensor([inner[name] for name in spec.scheme.weight.components], spec, outer_stride)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if is_composite(func):  # inference mode hands these over whole: take them apart as other modes do
+            return func.decompose(*args, **kwargs)
+        written = written_arguments(func, args, kwargs, QuantizedTensor)
+        if written:
+            return _write_through(func, args, kwargs, written)
+        result = func(*_dequantized_tree(args), **_dequantized_tree(kwargs))
+        return aliased_outputs(func, args, kwargs, result, QuantizedTensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch cannot pickle a float8 Parameter; the raw bytes travel as uint8.
+        raw = [c.view(torch.uint8) if c.dtype.itemsize == 1 else c for c in self.components]
+        scheme = (self.spec.scheme.weight.name, self.spec.scheme.activation.name if self.spec.scheme.activation else None)
+        fields = {name: getattr(self.spec, name) for name in ("rows", "columns", "dtype", "contraction", "leading", "backend")}
+        return rebuild_quantized_tensor, (raw, scheme, fields, self.stride(), isinstance(self, torch.nn.Parameter))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        spec = self.spec
+        return f"QuantizedTensor({spec.scheme}, shape={tuple(self.shape)}, dtype={spec.dtype}, device={self.device})"
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def share_memory_(self) -> QuantizedTensor:
+        for component in self.components:
+            component.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(component.is_shared() for component in self.components)
+
+
+def rebuild_quantized_tensor(
+    raw: list[Tensor],
+    scheme_names: tuple[str, str | None],
+    fields: dict[str, Any],
+    stride: tuple[int, ...],
+    is_parameter: bool,
+) -> Tensor:
+    """Inverse of ``QuantizedTensor.__reduce_ex__``; listed as a safe global for ``torch.load(weights_only=True)``."""
+    weight, activation = scheme_names
+    scheme = Scheme(weight=FORMATS[weight], activation=FORMATS[activation] if activation else None)
+    dtypes = (scheme.weight.qdata_dtype, scheme.weight.scale_dtype, torch.float32)
+    components = [part.view(dtype) for part, dtype in zip(raw, dtypes, strict=False)]
+    tensor = QuantizedTensor(components, WeightSpec(scheme=scheme, **fields), stride)
+    return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+torch.serialization.add_safe_globals([rebuild_quantized_tensor])
+
+
+def dequantized(components: list[Tensor], spec: WeightSpec, dtype: torch.dtype) -> Tensor:
+    """Float values of a weight given as components, in its logical shape."""
+    values = numerics.dequantize(components, spec.scheme.weight, dtype)
+    if spec.contraction == -2:
+        values = values.mT
+    return values.expand(spec.shape) if spec.leading else values
+
+
+def linear(x: Tensor, components: list[Tensor], spec: WeightSpec, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``x @ w.T + bias`` under the weight's scheme, x (..., K) -> (..., N), through the two ops of ``ops``."""
+    activation = spec.scheme.activation
+    x_components = [x] if activation is None else torch.ops.fxquant.quantize_activation(x, activation.name)
+    name = ops.NO_ACTIVATION if activation is None else activation.name
+    result: Tensor = torch.ops.fxquant.scaled_mm(
+        x_components, components, bias, name, spec.scheme.weight.name, out_dtype, spec.backend
+    )
+    return result
+
+
+def _quantized_components(
+    values: Tensor, spec: WeightSpec, reduce_amax: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """Components for float values of the spec's logical shape; refuses values that are not finite."""
+
+    def checked(magnitude: Tensor) -> Tensor:
+        if reduce_amax is not None:
+            magnitude = reduce_amax(magnitude)
+        if magnitude.device.type != "meta" and not bool(magnitude.isfinite().all()):
+            raise UnsupportedError(
+                f"cannot quantise a weight of shape {tuple(values.shape)} to {spec.scheme.weight.name}: it holds NaN or "
+                "infinity; check the checkpoint, or leave the layer as it is (ignore)"
+            )
+        return magnitude
+
+    matrix = values if spec.contraction == -1 else values.mT
+    return [c.contiguous() for c in numerics.quantize(matrix, spec.scheme.weight, checked)]
+
+
+def _dequantized_tree(tree: Any) -> Any:
+    return tree_map_only(QuantizedTensor, lambda t: t.dequantize(), tree)
+
+
+def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[QuantizedTensor]) -> Any:
+    """Run a mutating op on dequantised copies, then quantise what it wrote and store it."""
+    if func.overloadpacket in _REFUSED:
+        raise UnsupportedError(
+            f"{func} would change the storage of a quantised weight ({written[0]!r}); dequantise it first: w.dequantize()"
+        )
+    copies = {id(t): t.dequantize() for t in written}
+    originals = {id(copies[id(t)]): t for t in written}
+    leaves, treespec = tree_flatten((args, kwargs))
+    leaves = [copies.get(id(t), t) for t in leaves]
+    new_args, new_kwargs = _dequantized_tree(tree_unflatten(leaves, treespec))
+    result = func(*new_args, **new_kwargs)
+    for original in written:
+        values = copies[id(original)]
+        if values.shape != original.shape or original.spec.leading:
+            raise UnsupportedError(
+                f"{func} would turn a quantised weight of shape {tuple(original.shape)} into {tuple(values.shape)} in place; "
+                "dequantise it first: w.dequantize()"
+            )
+    stored = [_quantized_components(copies[id(t)], t.spec) for t in written]
+    for original, components in zip(written, stored, strict=True):
+        for destination, source in zip(original.components, components, strict=True):
+            destination.copy_(source)
+    return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+
+
+# -- ops that act on the components ---------------------------------------------------------------------------------------
+
+
+def _alias(func: Any, self: QuantizedTensor) -> QuantizedTensor:
+    return self.with_components([func(c) for c in self.components])
+
+
+def _same(func: Any, self: QuantizedTensor) -> QuantizedTensor:
+    return self
+
+
+def _clone(func: Any, self: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
+    stride = None if memory_format == torch.contiguous_format else self.stride()
+    return self.with_components([c.clone() for c in self.components], stride=stride, leading=self.spec.leading)
+
+
+def _to_copy(func: Any, self: QuantizedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    dtype = dtype or self.spec.dtype
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return NotImplemented
+    kwargs.pop("memory_format", None)
+    return self.with_components(
+        [func(c, **kwargs) for c in self.components], stride=self.stride(), dtype=dtype
+    )
+
+
+def _on_components(func: Any, self: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    return self.with_components([func(c, *args, **kwargs) for c in self.components])
+
+
+def _empty_like(func: Any, self: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    if dtype not in (None, self.spec.dtype):
+        return NotImplemented
+    return self.with_components([torch.empty_like(c, device=device) for c in self.components])
+
+
+def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(self, QuantizedTensor) or self.spec.leading:
+        return NotImplemented
+    if isinstance(source, QuantizedTensor) and replace(source.spec, backend=self.spec.backend) == self.spec:
+        components = source.components
+    else:
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        values = values.to(device=self.device, dtype=self.spec.dtype).expand(self.shape)
+        components = _quantized_components(values, self.spec)
+    for destination, part in zip(self.components, components, strict=True):
+        destination.copy_(part, non_blocking)
+    return self
+
+
+def _t(func: Any, self: QuantizedTensor) -> QuantizedTensor:
+    return QuantizedTensor(self.components, self.spec.transposed(), self.stride()[::-1])
+
+
+def _transpose(func: Any, self: QuantizedTensor, dim0: int, dim1: int) -> Any:
+    if self.dim() == 2 and {dim0 % 2, dim1 % 2} == {0, 1}:
+        return _t(func, self)
+    return NotImplemented
+
+
+def _permute(func: Any, self: QuantizedTensor, dims: Sequence[int]) -> Any:
+    return _t(func, self) if self.dim() == 2 and [d % 2 for d in dims] == [1, 0] else NotImplemented
+
+
+def _expand(func: Any, self: QuantizedTensor, size: Sequence[int], *, implicit: bool = False) -> Any:
+    # torch.matmul spreads a 2-D weight over the batch of a non-contiguous activation this way
+    if self.spec.leading or tuple(size[-2:]) not in ((-1, -1), tuple(self.shape)) or -1 in size[:-2]:
+        return NotImplemented
+    return self.with_components(self.components, leading=tuple(size[:-2]))
+
+
+def _view(func: Any, self: QuantizedTensor, size: Sequence[int]) -> Any:
+    if not self.spec.leading or tuple(size[-2:]) != tuple(self.shape[-2:]) or -1 in size:
+        return NotImplemented
+    return self.with_components(self.components, leading=tuple(size[:-2]))
+
+
+def _linear(func: Any, x: Any, weight: Any, bias: Tensor | None = None) -> Any:
+    if not _is_product(x, weight, contraction=-1):
+        return NotImplemented
+    return linear(x, weight.components, weight.spec, bias, x.dtype)
+
+
+def _matmul(func: Any, x: Any, weight: Any) -> Any:
+    if not _is_product(x, weight, contraction=-2):
+        return NotImplemented
+    return linear(x, weight.components, weight.spec, None, x.dtype)
+
+
+def _addmm(func: Any, bias: Tensor, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if beta != 1 or alpha != 1 or bias.dim() != 1 or not _is_product(x, weight, contraction=-2):
+        return NotImplemented
+    return linear(x, weight.components, weight.spec, bias, x.dtype)
+
+
+def _is_product(x: Any, weight: Any, *, contraction: int) -> bool:
+    """Whether x @ weight (in the op's layout) contracts the weight along its quantised dimension."""
+    if not isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
+        return False
+    spec = weight.spec
+    if spec.contraction != contraction or x.dtype != spec.dtype or x.shape[-1] != spec.columns:
+        return False  # dequantised, torch's own error says what does not fit
+    return not spec.leading or (x.dim() == 3 and x.shape[0] == spec.leading[0])
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.detach_.default: _same,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: _on_components,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_,
+    aten.t.default: _t,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.addmm.default: _addmm,
+}
+
+_REFUSED = {aten.set_, aten.resize_, aten.resize_as_, aten.as_strided_, aten.resize_as_sparse_, aten._resize_output_}

@@ -1,0 +1,64 @@
+"""Which nodes of a graph write to their operands. Dynamo's graphs are not functional: a write may stand between two reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .weights import value_of
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem")
+}
+
+_VIEWS = (
+    {"getitem", "view", "reshape", "select", "narrow", "unsqueeze", "squeeze", "flatten", "unflatten", "chunk", "split"}
+    | {"unbind", "expand", "view_as", "reshape_as", "expand_as", "diagonal", "movedim", "moveaxis", "unfold", "as_strided"}
+    | {"transpose", "permute", "swapaxes", "swapdims", "t", "adjoint", "ravel", "tensor_split", "hsplit", "vsplit"}
+)
+
+
+def view_base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, by the names of the ops in between; the node itself where it is none."""
+    while node.op in ("call_function", "call_method") and node.args and isinstance(node.args[0], fx.Node):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "").split(".")[0]
+        if name not in _VIEWS:
+            break
+        node = node.args[0]
+    return node
+
+
+def written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operand nodes that ``node`` writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        for index, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+        return
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or target in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True:
+        yield from _nodes(node.args[0] if node.args else node.kwargs.get("input"))
+    if "out" in node.kwargs:
+        yield from _nodes(node.kwargs["out"])
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    return [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, fx.Node)]
+
+
+def storages(node: fx.Node) -> set[int]:
+    """Identities of the storages behind a node's fake value; nodes that share one may alias."""
+    values = value_of(node)
+    tensors = values if isinstance(values, (list, tuple)) else [values]
+    return {
+        getattr(value, "qdata", value).untyped_storage()._cdata for value in tensors if isinstance(value, Tensor)
+    }
