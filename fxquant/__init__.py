@@ -1,0 +1,46 @@
+"""Online quantisation for PyTorch, done by the compiler. Importing it is light: everything is loaded on first use."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ConfigError": "errors",
+    "FxQuantError": "errors",
+    "Plan": "plan",
+    "QuantizationConfig": "config",
+    "QuantizedTensor": "kernels.quantized_tensor",
+    "Report": "report",
+    "RuleError": "errors",
+    "UnsupportedError": "errors",
+    "compile": "compile",
+    "plan": "plan",
+    "plan_names": "plan_names",
+    "quantize_": "quantize",
+    "refresh": "conversions",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from .compile import compile
+    from .config import QuantizationConfig
+    from .conversions import refresh
+    from .errors import ConfigError, FxQuantError, RuleError, UnsupportedError
+    from .kernels.quantized_tensor import QuantizedTensor
+    from .plan import Plan, plan
+    from .plan_names import plan_names
+    from .quantize import quantize_
+    from .report import Report
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

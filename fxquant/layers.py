@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Layer:
         kind: ``linear``, ``moe``, ``head``, ``router`` or ``embedding``.
         rows, columns: out features N and in features K (of one expert).
         contraction: dimension of the parameter that is contracted: -1 (nn.Linear), -2 (Conv1D).
-        nbytes: bytes of the weights as they are now.
+        nbytes: bytes of the weights as they are now; 0 for a head whose weight is the embedding's.
         device: where the weight lives.
         dtype: its logical dtype.
         parameters: names of the weights in the module, ``weight`` or the 3-D parameters of experts.
@@ -62,15 +62,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
     first_owner: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for layer, parameter in _layers_of(name, module, embeddings, heads):
-            owner = first_owner.setdefault(id(parameter), name)
-            layers.append(layer if owner == name else _tied(layer, owner))
+            owner = name if layer.kind == "embedding" else first_owner.setdefault(id(parameter), name)
+            layers.append(layer if owner == name else replace(layer, tied_to=owner))
     return layers
-
-
-def _tied(layer: Layer, owner: str) -> Layer:
-    from dataclasses import replace
-
-    return replace(layer, tied_to=owner)
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -97,7 +91,8 @@ def _layers_of(
         last = name.rpartition(".")[2]
         head = id(weight) in embeddings or id(module) in heads or last in HEAD_NAMES
         kind = "head" if head else "router" if is_router(name) else "linear"
-        yield _matrix_layer(name, kind, weight, -2 if is_conv1d(module) else -1), weight
+        layer = _matrix_layer(name, kind, weight, -2 if is_conv1d(module) else -1)
+        yield (replace(layer, nbytes=0) if id(weight) in embeddings else layer), weight
     elif is_router(name) and weight is not None and weight.dim() == 2:
         yield _matrix_layer(name, "router", weight, -1), weight
     else:

@@ -167,7 +167,7 @@ def test_config_error_is_both_a_value_error_and_ours() -> None:
     with pytest.raises(ConfigError, match=r"slot\.weight"):
         SlotConfig(weight="fp9")
     with pytest.raises(ConfigError, match="unknown key"):
-        QuantizationConfig(self="mxfp8")
+        QuantizationConfig.model_validate({"self": "mxfp8"})
 
 
 def test_a_config_is_frozen() -> None:

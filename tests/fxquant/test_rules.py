@@ -412,15 +412,16 @@ def test_the_packed_table_can_be_extended_emptied_and_is_checked() -> None:
     shards = {"a.q_proj": "linear", "a.k_proj": "linear", "a.v_proj": "linear", "b.k_proj": "linear", "b.v_proj": "linear"}
     decisions = decide(shards, resolve("mxfp8", {"ignore": ["*.kv_proj"]}), overlapping)
     assert [name for name, decision in decisions.items() if decision.request is None] == ["b.k_proj", "b.v_proj"]
-    for wrong in (
+    malformed: list[Any] = [
         {"qkv_proj": "q_proj"},
         {"attn.qkv_proj": ["q_proj"]},
         {"qkv_proj": [3]},
         {3: ["q_proj"]},
         [("qkv_proj", [])],
-    ):
+    ]
+    for wrong in malformed:
         with pytest.raises(ConfigError, match="packed_modules_mapping"):
-            plan_names(layers, "mxfp8", None, wrong)  # type: ignore[arg-type]
+            plan_names(layers, "mxfp8", None, wrong)
 
 
 # --- heads, routers, experts ------------------------------------------------------------------------------------------

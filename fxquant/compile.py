@@ -1,0 +1,120 @@
+"""``fxquant.compile``: convert if asked, then compile the model or each repeated layer, at the host cost of plain torch.compile."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+from .kernels.quantized_tensor import QuantizedTensor
+from .quantize import quantize_
+
+if TYPE_CHECKING:
+    from .config import QuantizationConfig
+
+
+def compile(
+    model: nn.Module,
+    quantization: str | None = None,
+    quantization_config: QuantizationConfig | Mapping[str, Any] | str | None = None,
+    *,
+    per_layer: bool = False,
+    device: torch.device | str | None = None,
+    linear_backend: str = "auto",
+    moe_backend: str = "auto",
+    strict: bool = True,
+    packed_modules_mapping: Mapping[str, Sequence[str]] | None = None,
+    progress: bool | None = None,
+    **torch_compile_kwargs: Any,
+) -> nn.Module:
+    """Convert a model if asked (see ``quantize_``; originals are freed), then compile it with the ``fxquant`` backend.
+
+    Args:
+        model: a model, converted already or not.
+        quantization, quantization_config, device, linear_backend, moe_backend, strict, packed_modules_mapping, progress:
+            see ``quantize_``; both of the first two None: the model must be converted already.
+        per_layer: compile each repeated layer (the elements of the outermost module lists) instead of the whole model, once
+            for all layers of a kind: a compile time that does not grow with depth.
+        torch_compile_kwargs: passed to ``torch.compile``: dynamic, fullgraph, mode, and options (``mode`` and ``inductor``).
+
+    Returns:
+        The compiled model; with ``per_layer`` the model itself, whose layers are compiled.
+
+    Raises:
+        ConfigError: nothing is quantised and nothing was asked for; an option is unknown; no repeated layer was found.
+        RuleError, UnsupportedError: see ``quantize_``.
+    """
+    if "backend" in torch_compile_kwargs:
+        raise ConfigError(f"backend: got {torch_compile_kwargs['backend']!r}; fxquant.compile always uses 'fxquant', leave it out")
+    if quantization is not None or quantization_config is not None:
+        quantize_(
+            model,
+            quantization,
+            quantization_config,
+            device=device,
+            linear_backend=linear_backend,
+            moe_backend=moe_backend,
+            strict=strict,
+            packed_modules_mapping=packed_modules_mapping,
+            progress=progress,
+        )
+    elif not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
+        raise ConfigError("quantization: none was given and the model holds no quantised weight; give one, e.g. 'fp8_per_channel'")
+    kwargs = dict(torch_compile_kwargs)
+    options = dict(kwargs.pop("options", None) or {})
+    if kwargs.get("mode") is not None:
+        options["mode"] = kwargs.pop("mode")
+    options.setdefault("guard_filter_fn", keep_guard)
+    if not per_layer:
+        return torch.compile(model, backend="fxquant", options={**options, "signature": signature(model)}, **kwargs)  # type: ignore[return-value]
+    layers = repeated_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"per_layer: {type(model).__name__} has no module list of two or more equal layers; leave per_layer out"
+        )
+    for layer in layers:
+        layer.compile(backend="fxquant", options={**options, "signature": signature(layer)}, **kwargs)
+    return model
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Elements of the outermost module lists whose class occurs at least twice in the list."""
+    layers: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            classes = [type(layer) for layer in child]
+            layers += [layer for layer in child if classes.count(type(layer)) > 1]
+        else:
+            layers += repeated_layers(child)
+    return layers
+
+
+def signature(module: nn.Module) -> str:
+    """Digest of the names and specs of a module's quantised weights: modules with equal ones may share compiled graphs.
+
+    It stands in for the guards that ``keep_guard`` drops.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, QuantizedTensor):
+            digest.update(f"{name} {parameter.spec} {parameter.device}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def keep_guard(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards to check at every call: all but those on quantised parameters.
+
+    Those guards look at every inner tensor and cost more than the rest of a call; the backend checks each weight's type and
+    spec itself, and ``signature`` keeps models with other weights apart.
+    """
+    return [not _on_quantized(guard) for guard in guards]
+
+
+def _on_quantized(guard: Any) -> bool:
+    return ("_parameters[" in guard.name) and (
+        isinstance(guard.value, QuantizedTensor) or guard.name.endswith((".qdata", ".scale", ".global_scale"))
+    )

@@ -1,0 +1,5 @@
+"""The one logger: ``logging.getLogger("fxquant")``."""
+
+import logging
+
+log = logging.getLogger("fxquant")

@@ -1,0 +1,308 @@
+"""What would happen to each layer of a model: scheme, rule, kernel, bytes. Made before any weight is touched."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, RuleError, UnsupportedError, suggest
+from .kernels.capability import FAMILIES, Kernel, Problem, choose_linear, default_activation, device_key
+from .kernels.formats import Scheme
+from .layers import Layer, find_layers
+from .log import log
+from .rules import Decision, Policy, decide, unmatched
+from .schemes import DEFAULT, SchemeRequest
+
+if TYPE_CHECKING:
+    from .config import QuantizationConfig
+
+PLANNED_KINDS = ("linear", "moe", "head", "router")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayer:
+    """One layer's part of a plan.
+
+    Args:
+        layer: the layer as it is.
+        scheme: what it becomes, None where it stays as it is.
+        rule: the rule that chose.
+        fused_name: the virtual fused name through which the rule chose, if one did.
+        kernel: what will compute its products.
+        reason: why it stays as it is; empty where it is quantised.
+    """
+
+    layer: Layer
+    scheme: Scheme | None
+    rule: str
+    fused_name: str | None = None
+    kernel: Kernel | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+    @property
+    def bytes_before(self) -> int:
+        return 0 if self.layer.tied_to else self.layer.nbytes
+
+    @property
+    def bytes_after(self) -> int:
+        if self.scheme is None or self.layer.tied_to or self.layer.quantized is not None:
+            return self.bytes_before
+        return self.scheme.weight.nbytes(self.layer.rows, self.layer.columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        activation = self.scheme.activation if self.scheme else None
+        return {
+            "name": self.name,
+            "kind": self.layer.kind,
+            "weight": self.scheme.weight.name if self.scheme else None,
+            "activation": (activation.name if activation else "none") if self.scheme else None,
+            "rule": self.rule,
+            "fused_name": self.fused_name,
+            "kernel": str(self.kernel) if self.kernel else None,
+            "reason": self.reason or None,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decision for every layer of a model. ``str(plan)`` is a table by group; ``to_dict()`` is for machines.
+
+    Args:
+        layers: every linear, expert, head and router layer, in model order.
+        device: device type that the kernels were chosen for.
+        model_bytes: bytes of all parameters and buffers now.
+    """
+
+    layers: tuple[PlannedLayer, ...]
+    device: str
+    model_bytes: int
+
+    @property
+    def chosen(self) -> list[PlannedLayer]:
+        """The layers that are, or will be, quantised."""
+        return [layer for layer in self.layers if layer.scheme is not None]
+
+    @property
+    def model_bytes_after(self) -> int:
+        saved = sum(layer.bytes_before - layer.bytes_after for layer in self.chosen)
+        return self.model_bytes - saved
+
+    def groups(self) -> dict[tuple[str, str], list[PlannedLayer]]:
+        """Layers by (name without the part up to the layer number, outcome)."""
+        groups: dict[tuple[str, str], list[PlannedLayer]] = defaultdict(list)
+        for layer in self.layers:
+            groups[group_name(layer.name), outcome(layer)].append(layer)
+        return dict(groups)
+
+    def summary(self) -> Iterator[str]:
+        """One log line a group, e.g. ``self_attn.o_proj: 24 (from quantization: mxfp8)``."""
+        for (group, text), layers in self.groups().items():
+            yield f"{group}: {len(layers)} ({text})"
+
+    def __str__(self) -> str:
+        rows = [("layers", "count", "weight x activation", "rule", "kernel", "MB before", "after")]
+        for (group, _), layers in self.groups().items():
+            first = layers[0]
+            through = f" through {group_name(first.fused_name)}" if first.fused_name else ""
+            rows.append(
+                (
+                    group,
+                    str(len(layers)),
+                    str(first.scheme) if first.scheme else "-",
+                    first.rule + through if first.scheme else first.reason,
+                    str(first.kernel) if first.kernel else "-",
+                    megabytes(sum(layer.bytes_before for layer in layers)),
+                    megabytes(sum(layer.bytes_after for layer in layers)),
+                )
+            )
+        before, after = sum(x.bytes_before for x in self.chosen), sum(x.bytes_after for x in self.chosen)
+        return "\n".join(
+            [
+                *format_table(rows),
+                f"quantised layers: {len(self.chosen)} of {len(self.layers)}, {megabytes(before)} -> {megabytes(after)} MB",
+                f"whole model: {megabytes(self.model_bytes)} -> {megabytes(self.model_bytes_after)} MB on {self.device}",
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "model_bytes_before": self.model_bytes,
+            "model_bytes_after": self.model_bytes_after,
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+
+def group_name(name: str) -> str:
+    """A layer's name without everything up to its last number: ``model.layers.3.mlp.up_proj`` -> ``mlp.up_proj``."""
+    return re.sub(r"^.*\.\d+\.(?=.)|^\d+\.(?=.)", "", name) or "(root)"
+
+
+def outcome(layer: PlannedLayer) -> str:
+    """What happens to a layer and by which rule, in a phrase."""
+    if layer.scheme is None:
+        return f"stays: {layer.reason}"
+    through = f" through {group_name(layer.fused_name)}" if layer.fused_name else ""
+    return f"{layer.rule}{through}"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with aligned columns; numbers and the like are the caller's strings."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def plan(
+    model: nn.Module,
+    quantization: str | None = None,
+    quantization_config: QuantizationConfig | Mapping[str, Any] | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    linear_backend: str = "auto",
+    moe_backend: str = "auto",
+    strict: bool = True,
+    packed_modules_mapping: Mapping[str, Sequence[str]] | None = None,
+) -> Plan:
+    """Decide what happens to each layer, touching no weight; the model may be on the meta device.
+
+    Args:
+        model: any module; its Linear and Conv1D modules and the modules that own 3-D expert parameters are candidates.
+        quantization: a shorthand such as ``fp8_per_channel``, or ``online`` (also None beside a config).
+        quantization_config: a dict, ``QuantizationConfig`` or JSON text: linear, moe, ignore, targets.
+        device: device to choose kernels for; default: where the weights are (meta counts as the CPU).
+        linear_backend, moe_backend: kernel family: auto, torch, triton or reference.
+        strict: refuse a pattern that matches nothing; False logs it.
+        packed_modules_mapping: fused name -> shard names, added to the default table.
+
+    Raises:
+        ConfigError: the configuration or an option cannot be parsed.
+        RuleError: rules contradict each other, or a pattern matches nothing.
+        UnsupportedError: a pinned backend cannot serve a layer.
+    """
+    from .config import resolve  # brings in pydantic
+
+    policy = resolve(quantization, quantization_config)
+    model = getattr(model, "_orig_mod", model)
+    return plan_layers(
+        find_layers(model),
+        policy,
+        device=device,
+        linear_backend=linear_backend,
+        moe_backend=moe_backend,
+        strict=strict,
+        packed_modules_mapping=packed_modules_mapping,
+        containers=[name for name, _ in model.named_modules()],
+        model_bytes=model_nbytes(model),
+    )
+
+
+def model_nbytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each counted once, quantised ones as stored."""
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return sum(getattr(t, "stored_nbytes", t.numel() * t.itemsize) for t in tensors.values())
+
+
+def plan_layers(
+    layers: Sequence[Layer],
+    policy: Policy,
+    *,
+    device: torch.device | str | None = None,
+    linear_backend: str = "auto",
+    moe_backend: str = "auto",
+    strict: bool = True,
+    packed_modules_mapping: Mapping[str, Sequence[str]] | None = None,
+    containers: Iterable[str] = (),
+    model_bytes: int = 0,
+) -> Plan:
+    """The plan for layers that were found already; see ``plan``."""
+    for option, value in (("linear_backend", linear_backend), ("moe_backend", moe_backend)):
+        if value not in FAMILIES:
+            raise ConfigError(f"{option}: got {value!r}, accepted are {', '.join(FAMILIES)}.{suggest(str(value), FAMILIES)}")
+    target = _device(device, layers)
+    device_type, capability = device_key(target)
+    kinds = {layer.name: layer.kind for layer in layers}
+    aliases = {
+        layer.name: [f"{layer.name}.{parameter}" for parameter in layer.parameters] for layer in layers if layer.kind == "moe"
+    }
+    decisions = decide(kinds, policy, packed_modules_mapping, strict, aliases, containers)
+    if not strict:
+        for message in unmatched(kinds, policy, packed_modules_mapping, aliases, containers):
+            log.warning("%s", message)
+    planned = [
+        _planned(layer, decisions[layer.name], device_type, capability, linear_backend)
+        for layer in layers
+        if layer.kind in PLANNED_KINDS
+    ]
+    _check_ties(planned)
+    return Plan(layers=tuple(planned), device=device_type, model_bytes=model_bytes)
+
+
+def _device(device: torch.device | str | None, layers: Sequence[Layer]) -> torch.device:
+    if device is None:
+        found = next((layer.device for layer in layers if layer.kind == "linear"), torch.device("cpu"))
+        return torch.device("cpu") if found.type == "meta" else found
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device: got {device!r}: {error}") from None
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"device: got {device!r}, but this machine has no CUDA device; use device='cpu'")
+    return wanted
+
+
+def _planned(
+    layer: Layer, decision: Decision, device: str, capability: tuple[int, int] | None, linear_backend: str
+) -> PlannedLayer:
+    stays = PlannedLayer(layer=layer, scheme=None, rule=decision.rule, fused_name=decision.fused_name, reason=decision.reason)
+    if decision.request is None:
+        if layer.quantized is not None:
+            spec = layer.quantized.spec
+            return replace(stays, scheme=spec.scheme, rule="quantised already", reason="")
+        return stays
+    if layer.kind == "moe":
+        return replace(stays, reason="no method: this version of fxquant has no expert kernels")
+    if not layer.dtype.is_floating_point or layer.dtype.itemsize not in (2, 4):
+        return replace(stays, reason=f"no method: the weight is {layer.dtype}, needed is float16, bfloat16 or float32")
+    scheme = resolve_activation(decision.request, capability)
+    problem = Problem(scheme=scheme, rows=layer.rows, columns=layer.columns, device=device, capability=capability)
+    try:
+        kernel = choose_linear(problem, linear_backend)
+    except UnsupportedError as error:
+        if linear_backend != "auto":
+            raise UnsupportedError(f"{layer.name}: {error}") from None
+        return replace(stays, reason=f"no method: {error}")
+    return replace(stays, scheme=scheme, kernel=kernel, reason="")
+
+
+def resolve_activation(request: SchemeRequest, capability: tuple[int, int] | None) -> Scheme:
+    """The scheme that a request means on a device of this capability."""
+    activation = default_activation(request.weight, capability) if request.activation is DEFAULT else request.activation
+    return Scheme(weight=request.weight, activation=activation)
+
+
+def _check_ties(planned: Sequence[PlannedLayer]) -> None:
+    by_name = {layer.name: layer for layer in planned}
+    for layer in planned:
+        owner = by_name.get(layer.layer.tied_to or "")
+        if owner is not None and owner.scheme != layer.scheme:
+            raise RuleError(
+                f"{owner.name} and {layer.name} share one weight, but the rules give them {owner.scheme or 'no scheme'} "
+                f"({owner.rule}) and {layer.scheme or 'no scheme'} ({layer.rule}); give both the same, or untie them first",
+                (owner.name, layer.name),
+            )
