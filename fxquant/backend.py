@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.exc import ShortenTraceback
 from torch._guards import TracingContext, detect_fake_mode
 
 from . import kernels
 from .conversions import CONVERSIONS
-from .errors import RuleError, UnsupportedError
+from .errors import FxQuantError, RuleError, UnsupportedError
 from .graph_layers import graph_layers, layer_name
 from .kernels.quantized_tensor import QuantizedTensor, WeightSpec
 from .log import log
@@ -57,7 +59,22 @@ def fxquant_backend(
         RuleError: rules contradict each other, or a pattern matches nothing in this graph.
         UnsupportedError: a weight or shape that cannot be served.
     """
-    parsed = BackendOptions.parse(mode, options)
+    try:
+        return _compile(gm, example_inputs, BackendOptions.parse(mode, options))
+    except FxQuantError as error:
+        raise _through_dynamo(error) from None
+
+
+def _through_dynamo(error: FxQuantError) -> FxQuantError:
+    """The error as one that Dynamo hands to the caller as it is, instead of inside a ``BackendCompilerFailed``."""
+    kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    visible = kind.__new__(kind, *error.args)
+    visible.__dict__.update(error.__dict__, first_useful_frame=inspect.currentframe())
+    visible.__traceback__ = error.__traceback__
+    return visible
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: BackendOptions) -> Callable[..., Any]:
     slots = _find_slots(gm.graph, example_inputs, parsed)
     eager = _copy(gm)
     rewritten = _copy(gm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from .errors import ConfigError
 from .kernels.quantized_tensor import QuantizedTensor
+from .options import BackendOptions
 from .quantize import quantize_
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ def compile(
     """
     if "backend" in torch_compile_kwargs:
         raise ConfigError(f"backend: got {torch_compile_kwargs['backend']!r}; fxquant.compile always uses 'fxquant', leave it out")
+    kwargs = dict(torch_compile_kwargs)
+    options = dict(kwargs.pop("options", None) or {})
+    if kwargs.get("mode") is not None:
+        options["mode"] = kwargs.pop("mode")
+    BackendOptions.parse(None, options)  # before anything is converted
     if quantization is not None or quantization_config is not None:
         quantize_(
             model,
@@ -64,10 +70,6 @@ def compile(
         )
     elif not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
         raise ConfigError("quantization: none was given and the model holds no quantised weight; give one, e.g. 'fp8_per_channel'")
-    kwargs = dict(torch_compile_kwargs)
-    options = dict(kwargs.pop("options", None) or {})
-    if kwargs.get("mode") is not None:
-        options["mode"] = kwargs.pop("mode")
     options.setdefault("guard_filter_fn", keep_guard)
     if not per_layer:
         return torch.compile(model, backend="fxquant", options={**options, "signature": signature(model)}, **kwargs)  # type: ignore[return-value]
@@ -111,10 +113,13 @@ def keep_guard(guards: Sequence[Any]) -> list[bool]:
     Those guards look at every inner tensor and cost more than the rest of a call; the backend checks each weight's type and
     spec itself, and ``signature`` keeps models with other weights apart.
     """
-    return [not _on_quantized(guard) for guard in guards]
+    quantized = {guard.name for guard in guards if isinstance(guard.value, QuantizedTensor)}
+    return [not any(name in quantized for name in _owners(guard.name)) for guard in guards]
 
 
-def _on_quantized(guard: Any) -> bool:
-    return ("_parameters[" in guard.name) and (
-        isinstance(guard.value, QuantizedTensor) or guard.name.endswith((".qdata", ".scale", ".global_scale"))
-    )
+def _owners(name: str) -> Iterator[str]:
+    """A guard's source and the parameter that it is a part of, e.g. ``p['weight'].qdata`` -> itself and ``p['weight']``."""
+    yield name
+    head, separator, _ = name.rpartition("._parameters[")
+    if separator:
+        yield head + separator + name[len(head) + len(separator) :].partition("]")[0] + "]"
