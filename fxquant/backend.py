@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,12 +64,18 @@ def fxquant_backend(
         raise _through_dynamo(error) from None
 
 
+class _ThroughDynamo(ShortenTraceback):
+    """What Dynamo does not wrap; its frames above the compiled call are of no use to a caller."""
+
+    def remove_dynamo_frames(self) -> _ThroughDynamo:  # type: ignore[override]
+        return self.with_traceback(None)
+
+
 def _through_dynamo(error: FxQuantError) -> FxQuantError:
     """The error as one that Dynamo hands to the caller as it is, instead of inside a ``BackendCompilerFailed``."""
-    kind = type(type(error).__name__, (type(error), ShortenTraceback), {"__module__": type(error).__module__})
+    kind = type(type(error).__name__, (type(error), _ThroughDynamo), {"__module__": type(error).__module__})
     visible = kind.__new__(kind, *error.args)
-    visible.__dict__.update(error.__dict__, first_useful_frame=inspect.currentframe())
-    visible.__traceback__ = error.__traceback__
+    visible.__dict__.update(error.__dict__)
     return visible
 
 

@@ -325,7 +325,7 @@ def test_writing_to_a_quantised_weight_inside_the_graph_is_refused():
 
     model = Writes()
     fxquant.quantize_(model, "fp8_per_tensor")
-    with torch.no_grad(), pytest.raises(Exception, match="writes to the quantised weight of proj"):
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="writes to the quantised weight of proj"):
         compiled(model)(torch.randn(2, 64, dtype=torch.bfloat16))
 
 
