@@ -21,7 +21,22 @@ _EXPORTS = {
     "refresh": "conversions",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "ConfigError",
+    "FxQuantError",
+    "Plan",
+    "QuantizationConfig",
+    "QuantizedTensor",
+    "Report",
+    "RuleError",
+    "UnsupportedError",
+    "__version__",
+    "compile",
+    "plan",
+    "plan_names",
+    "quantize_",
+    "refresh",
+]
 
 if TYPE_CHECKING:
     from .compile import compile

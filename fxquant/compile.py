@@ -1,4 +1,4 @@
-"""``fxquant.compile``: convert if asked, then compile the model or each repeated layer, at the host cost of plain torch.compile."""
+"""``fxquant.compile``: convert if asked, then compile the model or each repeated layer at little host cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def compile(
         RuleError, UnsupportedError: see ``quantize_``.
     """
     if "backend" in torch_compile_kwargs:
-        raise ConfigError(f"backend: got {torch_compile_kwargs['backend']!r}; fxquant.compile always uses 'fxquant', leave it out")
+        raise ConfigError(
+            f"backend: got {torch_compile_kwargs['backend']!r}; fxquant.compile always uses 'fxquant', leave it out"
+        )
     kwargs = dict(torch_compile_kwargs)
     options = dict(kwargs.pop("options", None) or {})
     if kwargs.get("mode") is not None:
@@ -69,7 +71,9 @@ def compile(
             progress=progress,
         )
     elif not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
-        raise ConfigError("quantization: none was given and the model holds no quantised weight; give one, e.g. 'fp8_per_channel'")
+        raise ConfigError(
+            "quantization: none was given and the model holds no quantised weight; give one, e.g. 'fp8_per_channel'"
+        )
     options.setdefault("guard_filter_fn", keep_guard)
     if not per_layer:
         return torch.compile(model, backend="fxquant", options={**options, "signature": signature(model)}, **kwargs)  # type: ignore[return-value]

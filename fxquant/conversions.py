@@ -54,9 +54,7 @@ def _fingerprint(parameter: Tensor) -> _Fingerprint:
 def _convert(parameter: Tensor, spec: WeightSpec, name: str) -> QuantizedTensor:
     with torch.inference_mode(False), torch.no_grad():
         try:
-            return QuantizedTensor.from_float(
-                parameter, spec.scheme, contraction=spec.contraction, backend=spec.backend
-            )
+            return QuantizedTensor.from_float(parameter, spec.scheme, contraction=spec.contraction, backend=spec.backend)
         except UnsupportedError as error:
             raise UnsupportedError(f"{name}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""The layers that a Dynamo graph multiplies with, as the rules see them: names come from the parameters' place in the module."""
+"""The layers that a Dynamo graph multiplies with, as the rules see them; named by the parameters' place in the module."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
                 yield head
 
 
-def _layers_of(
-    name: str, module: nn.Module, embeddings: set[int], heads: set[int]
-) -> Iterator[tuple[Layer, nn.Parameter]]:
+def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[int]) -> Iterator[tuple[Layer, nn.Parameter]]:
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Embedding) and weight is not None:
         yield _matrix_layer(name, "embedding", weight, -1), weight

@@ -71,8 +71,8 @@ class BackendOptions:
         """Inductor settings of ``mode`` and ``inductor`` together."""
         import torch._inductor as inductor
 
-        # Inductor keeps a fused producer (RMSNorm, SiLU * up) in float32 where eager rounds it to bfloat16. Rounding it there too
-        # makes the compiled model quantise what the eager model quantises.
+        # Inductor keeps a fused producer (RMSNorm, SiLU * up) in float32 where eager rounds it to bfloat16. Rounding it
+        # there too makes the compiled model quantise what the eager model quantises.
         patches: dict[str, Any] = {"emulate_precision_casts": True}
         if self.mode not in (None, "default"):
             try:
@@ -84,9 +84,7 @@ class BackendOptions:
             if not _is_inductor_setting(name):
                 raise ConfigError(f"options['inductor']: unknown Inductor setting {name!r}; see torch._inductor.list_options()")
             if name == "freezing" and value:
-                raise ConfigError(
-                    "options['inductor']: freezing folds quantised weights back to float constants; leave it off"
-                )
+                raise ConfigError("options['inductor']: freezing folds quantised weights back to float constants; leave it off")
             patches[name] = value
         return patches
 

@@ -146,9 +146,7 @@ def _quantized_parameter(
 ) -> tuple[nn.Parameter, Energy]:
     assert layer.scheme is not None
     values = weight.detach() if device is None else weight.detach().to(device)
-    quantized = QuantizedTensor.from_float(
-        values, layer.scheme, contraction=layer.layer.contraction, backend=linear_backend
-    )
+    quantized = QuantizedTensor.from_float(values, layer.scheme, contraction=layer.layer.contraction, backend=linear_backend)
     exact = values.float()
     noise = quantized.dequantize(torch.float32).sub_(exact)
     energy = Energy(signal=_sum_of_squares(exact), noise=_sum_of_squares(noise))

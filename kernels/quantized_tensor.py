@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from . import numerics, ops
 from .errors import UnsupportedError
 from .formats import FORMATS, Scheme
-from .read_only import ReadOnlyView, written_arguments, aliased_outputs, is_composite
+from .read_only import aliased_outputs, is_composite, written_arguments
 
 aten = torch.ops.aten
 

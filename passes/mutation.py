@@ -59,6 +59,4 @@ def storages(node: fx.Node) -> set[int]:
     """Identities of the storages behind a node's fake value; nodes that share one may alias."""
     values = value_of(node)
     tensors = values if isinstance(values, (list, tuple)) else [values]
-    return {
-        getattr(value, "qdata", value).untyped_storage()._cdata for value in tensors if isinstance(value, Tensor)
-    }
+    return {getattr(value, "qdata", value).untyped_storage()._cdata for value in tensors if isinstance(value, Tensor)}

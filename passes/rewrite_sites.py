@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from ..kernels import numerics
 from ..kernels.errors import UnsupportedError
 from ..kernels.formats import FORMATS
 from ..kernels.ops import NO_ACTIVATION
 from ..kernels.quantized_tensor import WeightSpec
-from ..kernels import numerics
 from .mutation import storages, view_base, written_operands
 from .weights import Site, WeightUse, sites, value_of, weight_use
 
@@ -121,6 +121,6 @@ def _refuse_writes(graph: fx.Graph) -> None:
             weight = use.source.meta[META_KEY] if use else next((owners[s] for s in storages(operand) if s in owners), None)
             if weight is not None and node.target != "requires_grad_":
                 raise UnsupportedError(
-                    f"the compiled code writes to the quantised weight of {weight.name or 'a layer'} ({node.target}); do it outside "
-                    "torch.compile, where the result is quantised again, or leave the layer out (ignore)"
+                    f"the compiled code writes to the quantised weight of {weight.name or 'a layer'} ({node.target}); do it "
+                    "outside torch.compile, where the result is quantised again, or leave the layer out (ignore)"
                 )

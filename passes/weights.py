@@ -1,4 +1,4 @@
-"""Weights in a Dynamo graph: which node stands for which weight, seen through transposes and casts, and where it is multiplied."""
+"""Weights in a Dynamo graph: which node stands for which, through transposes and casts, and where it is multiplied."""
 
 from __future__ import annotations
 

@@ -1,0 +1,250 @@
+"""A Dynamo graph over quantised weights: which inputs are weights, their components as inputs in their place, and the passes.
+
+Dynamo reuses one compiled graph for every layer of a class, so a weight is an input of the graph, never a constant in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+from torch._guards import TracingContext, detect_fake_mode
+
+from .conversions import CONVERSIONS
+from .errors import RuleError, UnsupportedError
+from .graph_layers import graph_layers, layer_name
+from .kernels.capability import Problem, choose_linear, device_key
+from .kernels.quantized_tensor import QuantizedTensor, WeightSpec
+from .log import log, warn_once
+from .options import BackendOptions
+from .passes.pipeline import run_passes
+from .passes.rewrite_sites import META_KEY, QuantizedInput
+from .plan import megabytes, plan_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One weight input of a graph.
+
+    Args:
+        index: its place among the graph's inputs.
+        spec: what the graph was compiled for.
+        name: the layer, for messages; relative to the compiled module.
+        plain: whether the module holds the float original (a quantised copy is looked up) or the quantised weight itself.
+    """
+
+    index: int
+    spec: WeightSpec
+    name: str
+    plain: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """A rewritten graph and how to call it.
+
+    Args:
+        gm: the graph; its inputs are the kept inputs of ``traced``, then the components of each slot's weight.
+        inputs: example inputs of ``gm``.
+        traced: Dynamo's graph as it came.
+        slots: the weights among the inputs of ``traced``.
+        kept: indices of the inputs of ``traced`` that ``gm`` takes as they are.
+        user_inputs: indices of the float tensors among them that are neither parameter nor buffer.
+        matches: how often each pass matched, by name.
+    """
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    traced: fx.GraphModule
+    slots: tuple[Slot, ...]
+    kept: tuple[int, ...]
+    user_inputs: tuple[int, ...]
+    matches: dict[str, int]
+
+
+def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Rewritten:
+    """Rewrite a copy of Dynamo's graph; raises as ``fxquant_backend`` does."""
+    slots = _find_slots(gm.graph, example_inputs, options)
+    rewritten = _copy(gm)
+    weights = {slot.index: _weight(slot, example_inputs[slot.index]) for slot in slots}
+    kept, inputs = _swap_inputs(rewritten.graph, example_inputs, slots, weights, options)
+    matches = run_passes(rewritten.graph)
+    for node in rewritten.graph.find_nodes(op="placeholder"):
+        if META_KEY in node.meta:
+            rewritten.graph.erase_node(node)
+    rewritten.recompile()
+    return Rewritten(
+        gm=rewritten,
+        inputs=inputs,
+        traced=_copy(gm),
+        slots=tuple(slots),
+        kept=tuple(kept),
+        user_inputs=_user_inputs(gm.graph, example_inputs),
+        matches=matches,
+    )
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph that can be rewritten and keeps no parameter alive."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, mapping)
+    graph.output(output)
+    for old, new in mapping.items():
+        new.meta.pop("grapharg", None)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
+    return copy
+
+
+def _find_slots(graph: fx.Graph, inputs: Sequence[Any], options: BackendOptions) -> list[Slot]:
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    slots = []
+    for index, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if isinstance(value, QuantizedTensor):
+            slots.append(Slot(index=index, spec=value.spec, name=layer_name(node), plain=False))
+    return slots + _plain_slots(graph, placeholders, inputs, options, converted=bool(slots))
+
+
+def _plain_slots(
+    graph: fx.Graph, placeholders: list[fx.Node], inputs: Sequence[Any], options: BackendOptions, *, converted: bool
+) -> list[Slot]:
+    policy = options.policy()
+    layers = graph_layers(graph, inputs)
+    if policy is None:
+        if not converted and any(layer.kind == "linear" for layer in layers.values()):
+            warn_once(
+                "fxquant backend: no quantization option and no quantised weight: a graph is compiled as it is; give "
+                'options={"quantization": ...} or convert the model first: fxquant.quantize_(model, ...)'
+            )
+        return []
+    prefixes = {layer.name for layer in layers.values()}
+    prefixes |= {name[:i] for name in prefixes for i, character in enumerate(name) if character == "."}
+    try:
+        decided = plan_layers(
+            list(layers.values()),
+            policy,
+            linear_backend=options.linear_backend,
+            moe_backend=options.moe_backend,
+            strict=options.strict,
+            packed_modules_mapping=options.packed_modules_mapping,
+            containers=prefixes,
+        )
+    except RuleError as error:
+        raise RuleError(
+            f"{error}\n(These are the layers of one compiled graph, named relative to the module given to torch.compile; where "
+            "a model is compiled in parts, fxquant.compile and fxquant.quantize_ see the whole module.)",
+            error.layers,
+        ) from None
+    for line in decided.summary():
+        log.info("%s", line)
+    by_name = {layer.name: layer for layer in decided.chosen}
+    slots = []
+    for node, layer in layers.items():
+        chosen = by_name.get(layer.name)
+        if chosen is not None and chosen.scheme is not None:
+            spec = WeightSpec(
+                scheme=chosen.scheme,
+                rows=layer.rows,
+                columns=layer.columns,
+                dtype=layer.dtype,
+                contraction=layer.contraction,
+                backend=options.linear_backend,
+            )
+            slots.append(Slot(index=placeholders.index(node), spec=spec, name=layer.name, plain=True))
+    if not slots and not converted and layers:
+        warn_once("fxquant backend: no layer of this graph is quantised:\n  " + "\n  ".join(decided.summary()))
+    _say_originals_stay(slots, inputs)
+    return slots
+
+
+def _say_originals_stay(slots: Sequence[Slot], inputs: Sequence[Any]) -> None:
+    fresh = [slot for slot in slots if inputs[slot.index] not in CONVERSIONS]
+    if fresh:
+        held = sum(inputs[slot.index].numel() * inputs[slot.index].itemsize for slot in fresh)
+        warn_once(
+            f"fxquant backend: the module keeps the {len(fresh)} original weights of this graph ({megabytes(held)} MB) beside "
+            "their quantised copies; fxquant.compile(model, ...) or fxquant.quantize_(model, ...) frees them"
+        )
+
+
+def _weight(slot: Slot, value: Tensor) -> QuantizedTensor:
+    """The quantised weight that an input stands for."""
+    if slot.plain:
+        return CONVERSIONS.get(value, slot.spec, slot.name)
+    assert isinstance(value, QuantizedTensor)
+    return value
+
+
+def _swap_inputs(
+    graph: fx.Graph,
+    inputs: Sequence[Any],
+    slots: Sequence[Slot],
+    weights: Mapping[int, QuantizedTensor],
+    options: BackendOptions,
+) -> tuple[list[int], list[Any]]:
+    """Put placeholders for the components behind the others and mark the weights' own; returns kept indices and inputs.
+
+    The weights' own placeholders are dropped once the passes have taken every use from them.
+    """
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    fake_mode = detect_fake_mode(inputs) or _tracing_fake_mode()
+    kept = [index for index in range(len(inputs)) if index not in weights]
+    new_inputs = [inputs[index] for index in kept]
+    last = placeholders[-1] if placeholders else None
+    for slot in slots:
+        weight, node = weights[slot.index], placeholders[slot.index]
+        parts = []
+        for name, component in zip(weight.spec.scheme.weight.components, weight.components, strict=True):
+            fake = component if fake_mode is None else fake_mode.from_tensor(component, static_shapes=True)
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"{node.name}_{name}")
+            last.meta = {"example_value": fake, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
+            _set_source(last, node, name)
+            parts.append(last)
+            new_inputs.append(fake)
+        spec = _with_backend(slot, weight, options.linear_backend)
+        node.meta[META_KEY] = QuantizedInput(components=tuple(parts), spec=spec, name=slot.name)
+    return kept, new_inputs
+
+
+def _with_backend(slot: Slot, weight: QuantizedTensor, family: str) -> WeightSpec:
+    """The slot's spec with the kernel family that the options pin, checked."""
+    spec = slot.spec if family == "auto" else replace(slot.spec, backend=family)
+    device, capability = device_key(weight.device)
+    problem = Problem(scheme=spec.scheme, rows=spec.rows, columns=spec.columns, device=device, capability=capability)
+    try:
+        choose_linear(problem, spec.backend)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{slot.name}: {error}") from None
+    return spec
+
+
+def _set_source(node: fx.Node, owner: fx.Node, name: str) -> None:
+    """Dynamo's note of where an input comes from: AOTAutograd asks for it to tell weights (static inputs) from activations."""
+    from torch._dynamo.source import AttrSource
+
+    source = getattr(owner, "_dynamo_source", None)
+    node._dynamo_source = None if source is None else AttrSource(source, name)  # type: ignore[attr-defined]
+
+
+def _tracing_fake_mode() -> Any:
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+def _user_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Indices of the float tensors that a caller passes: what is neither parameter nor buffer."""
+    return tuple(
+        index
+        for index, (node, value) in enumerate(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and not node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    )
