@@ -15,6 +15,7 @@ from torch import nn
 import fxquant
 from fxquant import ConfigError, QuantizedTensor, RuleError, UnsupportedError
 from fxquant.backend import fxquant_backend
+from fxquant.kernels.formats import FORMATS, Scheme
 
 SCHEMES = ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 IDS = torch.arange(24).reshape(2, 12)
@@ -142,12 +143,7 @@ def test_changed_weights_are_seen_after_compile(road, change, relative_error):
         else:
             weight = other.down_proj.weight
             if change == "replaced_quantized":
-                if road == "plain":
-                    pytest.importorskip("torch")
-                scheme = fxquant.kernels.formats.Scheme(
-                    weight=fxquant.kernels.formats.FORMATS["fp8_per_tensor_static"],
-                    activation=fxquant.kernels.formats.FORMATS["fp8_per_token"],
-                )
+                scheme = Scheme(weight=FORMATS["fp8_per_tensor_static"], activation=FORMATS["fp8_per_token"])
                 weight = QuantizedTensor.from_float(weight, scheme)
             model.down_proj.weight = nn.Parameter(weight, requires_grad=False)
         after = call(x)
@@ -263,7 +259,7 @@ def test_bad_options_are_refused_with_what_is_accepted(options, message):
 
 
 def test_bad_rules_are_refused_and_say_that_names_are_relative():
-    with pytest.raises(RuleError, match="relative to the module given to torch.compile"):
+    with pytest.raises(RuleError, match=r"relative to the module given to torch\.compile"):
         compiled(MLP(), quantization="fp8_per_tensor", quantization_config={"ignore": ["model.down_proj"]})(
             torch.randn(2, 64, dtype=torch.bfloat16)
         )
@@ -384,8 +380,6 @@ def test_generated_code_fuses_the_quantisation_with_its_producer(llama, relative
     with torch.no_grad():
         _, code = run_and_get_code(compiled(model), IDS)
     names = set(re.findall(r"(cpp_fused_\w+)", "\n".join(code)))
-    casts = re.findall(r"at::Float8_e4m3fn>?\(|static_cast<float>\(448", "\n".join(code))
-    assert casts
     quantising = [name for name in names if "amax" in name]
     assert any("rsqrt" in name or "pow" in name or "mean" in name for name in quantising), names
     assert any("silu" in name for name in quantising), names
