@@ -8,15 +8,15 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ConfigError": "errors",
     "FxQuantError": "errors",
-    "Plan": "plan",
+    "Plan": "planner",
     "QuantizationConfig": "config",
     "QuantizedTensor": "kernels.quantized_tensor",
     "Report": "report",
     "RuleError": "errors",
     "UnsupportedError": "errors",
-    "compile": "compile",
-    "plan": "plan",
-    "plan_names": "plan_names",
+    "compile": "compiler",
+    "plan": "planner",
+    "plan_names": "planner",
     "quantize_": "quantize",
     "refresh": "conversions",
 }
@@ -39,13 +39,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .compile import compile
+    from .compiler import compile
     from .config import QuantizationConfig
     from .conversions import refresh
     from .errors import ConfigError, FxQuantError, RuleError, UnsupportedError
     from .kernels.quantized_tensor import QuantizedTensor
-    from .plan import Plan, plan
-    from .plan_names import plan_names
+    from .planner import Plan, plan, plan_names
     from .quantize import quantize_
     from .report import Report
 

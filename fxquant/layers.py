@@ -94,7 +94,9 @@ def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[in
     elif is_router(name) and weight is not None and weight.dim() == 2:
         yield _matrix_layer(name, "router", weight, -1), weight
     else:
-        stacks = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 3}
+        if type(module).__module__.startswith("torch.nn."):
+            return  # convolutions, Bilinear
+        stacks = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 3 and p.shape[0] > 1}
         if stacks:
             first = next(iter(stacks.values()))
             yield (

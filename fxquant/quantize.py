@@ -13,7 +13,7 @@ from torch import nn
 from .errors import RuleError, UnsupportedError
 from .kernels.quantized_tensor import QuantizedTensor
 from .log import log
-from .plan import Plan, PlannedLayer, model_nbytes, plan
+from .planner import Plan, PlannedLayer, model_nbytes, plan
 from .report import Energy, Report
 
 if TYPE_CHECKING:

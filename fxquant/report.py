@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .plan import Plan, PlannedLayer, format_table, megabytes, outcome
+from .planner import Plan, PlannedLayer, format_table, megabytes, outcome
 
 
 @dataclass(frozen=True, kw_only=True)

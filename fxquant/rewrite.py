@@ -21,7 +21,7 @@ from .log import log, warn_once
 from .options import BackendOptions
 from .passes.pipeline import run_passes
 from .passes.rewrite_sites import META_KEY, QuantizedInput
-from .plan import megabytes, plan_layers
+from .planner import megabytes, plan_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fxquant.config import resolve
 from fxquant.errors import ConfigError, RuleError
-from fxquant.plan_names import plan_names
+from fxquant.planner import plan_names
 from fxquant.rules import LINEAR_KINDS, PACKED_MODULES, Decision, Pattern, Policy, decide, unmatched
 from fxquant.schemes import SHORTHANDS
 

@@ -43,7 +43,8 @@ def compile(
         torch_compile_kwargs: passed to ``torch.compile``: dynamic, fullgraph, mode, and options (``mode`` and ``inductor``).
 
     Returns:
-        The compiled model; with ``per_layer`` the model itself, whose layers are compiled.
+        What ``torch.compile`` returns; with ``per_layer`` the model itself, whose layers are compiled in place - so that
+        transformers' ``generate`` runs them too.
 
     Raises:
         ConfigError: nothing is quantised and nothing was asked for; an option is unknown; no repeated layer was found.
@@ -58,6 +59,11 @@ def compile(
     if kwargs.get("mode") is not None:
         options["mode"] = kwargs.pop("mode")
     BackendOptions.parse(None, options)  # before anything is converted
+    layers = repeated_layers(model) if per_layer else []
+    if per_layer and not layers:
+        raise ConfigError(
+            f"per_layer: {type(model).__name__} has no module list of two or more equal layers; leave per_layer out"
+        )
     if quantization is not None or quantization_config is not None:
         quantize_(
             model,
@@ -77,11 +83,6 @@ def compile(
     options.setdefault("guard_filter_fn", keep_guard)
     if not per_layer:
         return torch.compile(model, backend="fxquant", options={**options, "signature": signature(model)}, **kwargs)  # type: ignore[return-value]
-    layers = repeated_layers(model)
-    if not layers:
-        raise ConfigError(
-            f"per_layer: {type(model).__name__} has no module list of two or more equal layers; leave per_layer out"
-        )
     for layer in layers:
         layer.compile(backend="fxquant", options={**options, "signature": signature(layer)}, **kwargs)
     return model

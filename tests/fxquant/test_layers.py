@@ -1,0 +1,80 @@
+"""What counts as a layer, and of which kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fxquant.layers import find_layers, is_router
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.1.mlp.gate", True),
+        ("model.layers.1.mlp.gate_proj", False),
+        ("model.layers.1.mlp.gate_up_proj", False),
+        ("model.layers.0.block_sparse_moe.router.layer", True),
+        ("mlp.shared_expert_gate", True),
+        ("mlp.shared_expert.gate_proj", False),
+        ("", False),
+    ],
+)
+def test_routers_are_named_by_whole_components(name, expected):
+    assert is_router(name) is expected
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    return {layer.name: layer.kind for layer in find_layers(model)}
+
+
+def test_llama_tied_and_untied(llama):
+    for tied in (False, True):
+        found = find_layers(llama(tie_word_embeddings=tied))
+        by_name = {layer.name: layer for layer in found}
+        assert by_name["lm_head"].kind == "head"
+        assert by_name["model.embed_tokens"].kind == "embedding"
+        assert (by_name["lm_head"].nbytes == 0) is tied
+        assert sum(layer.kind == "linear" for layer in found) == 14
+
+
+def test_other_modules_are_untouched():
+    model = nn.ModuleDict(
+        {"conv": nn.Conv3d(2, 2, 3), "conv1": nn.Conv1d(2, 2, 3), "emb": nn.Embedding(4, 4), "bi": nn.Bilinear(2, 2, 2)}
+    )
+    assert kinds(model) == {"emb": "embedding"}
+
+
+def test_conv1d_of_gpt2_contracts_its_first_dimension():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+    layer = {layer.name: layer for layer in find_layers(model)}["transformer.h.0.attn.c_attn"]
+    assert (layer.kind, layer.contraction, layer.rows, layer.columns) == ("linear", -2, 96, 32)
+
+
+def test_moe_experts_routers_and_shared_experts():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    with torch.device("meta"):
+        config = Qwen3MoeConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=50,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=64,
+        )  # fmt: skip
+        found = kinds(Qwen3MoeForCausalLM(config))
+    assert found["model.layers.0.mlp.experts"] == "moe"
+    assert found["model.layers.0.mlp.gate"] == "router"
+
+
+def test_layers_that_share_a_parameter_name_their_owner():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    model = nn.ModuleDict({"a": first, "b": second, "c": first})
+    assert [layer.tied_to for layer in find_layers(model)] == [None, "a", "a"]
+
+
+def test_parametrised_weights_are_not_layers():
+    model = nn.ModuleDict({"a": torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "b": nn.Linear(8, 8)})
+    assert kinds(model) == {"b": "linear"}
