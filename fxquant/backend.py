@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -47,7 +47,7 @@ class _ThroughDynamo(ShortenTraceback):
 def _through_dynamo(error: FxQuantError) -> FxQuantError:
     """The error as one that Dynamo hands to the caller as it is, instead of inside a ``BackendCompilerFailed``."""
     kind = type(type(error).__name__, (type(error), _ThroughDynamo), {"__module__": type(error).__module__})
-    visible = kind.__new__(kind, *error.args)
+    visible: FxQuantError = kind.__new__(kind, *error.args)
     visible.__dict__.update(error.__dict__)
     return visible
 
@@ -59,8 +59,7 @@ def _inductor(rewritten: Rewritten, options: BackendOptions) -> Callable[..., An
     marked = dict(torch._inductor.config.unsafe_marked_cacheable_functions)
     patches["unsafe_marked_cacheable_functions"] = {**marked, "fxquant.passes.rewrite_sites.dequantize_weight": _code_digest()}
     with torch.no_grad():
-        compiled: Callable[..., Any] = compile_fx(rewritten.gm, rewritten.inputs, config_patches=patches)
-    return compiled
+        return cast(Callable[..., Any], compile_fx(rewritten.gm, rewritten.inputs, config_patches=patches))
 
 
 @functools.cache

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from .config import QuantizationConfig
     from .rules import Policy
 
+EAGER_NUMERICS = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+"""Inductor settings under which a compiled model quantises the values that the eager model quantises, to the same bytes.
+
+Left alone, Inductor keeps a fused producer (RMSNorm, SiLU * up) in float32 where eager rounds it to bfloat16, and on CUDA
+divides approximately and flushes subnormal numbers to zero. ``options["inductor"]`` may set them otherwise.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
@@ -71,9 +82,7 @@ class BackendOptions:
         """Inductor settings of ``mode`` and ``inductor`` together."""
         import torch._inductor as inductor
 
-        # Inductor keeps a fused producer (RMSNorm, SiLU * up) in float32 where eager rounds it to bfloat16. Rounding it
-        # there too makes the compiled model quantise what the eager model quantises.
-        patches: dict[str, Any] = {"emulate_precision_casts": True}
+        patches: dict[str, Any] = {name: value for name, value in EAGER_NUMERICS.items() if _is_inductor_setting(name)}
         if self.mode not in (None, "default"):
             try:
                 patches.update(inductor.list_mode_options(self.mode))  # type: ignore[arg-type]

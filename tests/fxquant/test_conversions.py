@@ -49,7 +49,7 @@ def test_forget_and_names_in_errors():
     copies.get(parameter, SPEC, "layer")
     assert parameter in copies
     assert copies.forget(parameter)
-    with pytest.raises(UnsupportedError, match="mlp.up_proj: .*NaN"):
+    with pytest.raises(UnsupportedError, match=r"mlp\.up_proj: .*NaN"):
         copies.get(nn.Parameter(torch.full((8, 16), float("nan"))), SPEC, "mlp.up_proj")
 
 

@@ -59,7 +59,7 @@ def test_half_a_fused_group_is_an_error(meta_llama):
 
 
 def test_patterns_that_match_nothing(meta_llama, caplog):
-    with pytest.raises(RuleError, match="self_attn.o_proj"):
+    with pytest.raises(RuleError, match=r"self_attn\.o_proj"):
         fxquant.plan(meta_llama, "fp8_per_tensor", {"ignore": ["model.layers.0.self_attn.o_porj"]})
     with pytest.raises(RuleError, match=r"model\.layers\.0\.mlp\.\*"):
         fxquant.plan(meta_llama, "fp8_per_tensor", {"ignore": ["model.layers.0.mlp"]})
