@@ -1,4 +1,8 @@
-"""The layers that a Dynamo graph multiplies with, as the rules see them; named by the parameters' place in the module."""
+"""The layers that a Dynamo graph multiplies with, as the rules see them.
+
+A layer is named by the module that was running when its product was traced, relative to the module that was compiled. A
+parameter's own name would not do: a tied weight carries that of its first owner.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from .layers import HEAD_NAMES, Layer, is_router
 from .passes.weights import sites
 
 _STEP = re.compile(r"\._modules\['([^']+)'\]|\._(?:parameters|buffers)\['([^']+)'\]")
+_ROOT = re.compile(r"^[LG]\[[^\]]*\](\[\d+\])*\.?")
 
 
 def parameter_name(placeholder: fx.Node) -> str | None:
@@ -30,40 +35,58 @@ def parameter_name(placeholder: fx.Node) -> str | None:
 
 
 def layer_name(placeholder: fx.Node) -> str:
-    """Name of the layer that owns the parameter, for rules and messages."""
+    """Name of the layer that owns the parameter, for messages."""
     name = parameter_name(placeholder) or placeholder.name
     return name.removesuffix("weight").removesuffix(".")
 
 
-def graph_layers(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Layer]:
-    """Placeholder -> layer, for every float matrix parameter that the graph multiplies with or embeds with."""
+def _module_name(node: fx.Node, placeholder: fx.Node) -> str:
+    """Name of the layer that runs ``node``; the parameter's owner where a function outside of any layer does."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    if stack:
+        path, kind = stack[-1][:2]
+        leaf = isinstance(kind, type) and (issubclass(kind, (nn.Linear, nn.Embedding)) or kind.__name__ == "Conv1D")
+        if leaf and isinstance(path, str):
+            return _ROOT.sub("", path)
+    return layer_name(placeholder)
+
+
+def graph_layers(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[Layer, fx.Node]]:
+    """(layer, placeholder of its weight) for every float matrix parameter that the graph multiplies with or embeds with.
+
+    A parameter that several layers share comes with each of them.
+    """
     placeholders = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
 
-    def is_plain_matrix(node: fx.Node) -> bool:
+    def is_plain_matrix(node: Any) -> bool:
         value = placeholders.get(node)
-        return isinstance(value, nn.Parameter) and not isinstance(value, QuantizedTensor) and value.dim() == 2
+        plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedTensor) and value.dim() == 2
+        return plain and parameter_name(node) is not None
 
-    embedded = {
-        node.args[1]
+    embeddings = [
+        (node, node.args[1])
         for node in graph.nodes
         if node.target in (F.embedding, torch.embedding) and len(node.args) > 1 and is_plain_matrix(node.args[1])
-    }
-    layers: dict[fx.Node, Layer] = {}
+    ]
+    embedded = {source for _, source in embeddings}
+    found: dict[tuple[str, fx.Node], Layer] = {}
+    owners: dict[fx.Node, str] = {}
     for site in sites(graph, is_plain_matrix):
         source = site.weight.source
-        if source not in layers and parameter_name(source) is not None:
-            layers[source] = _layer(source, placeholders[source], site.contraction, tied=source in embedded)
-    for source in embedded - layers.keys():
-        layers[source] = _layer(source, placeholders[source], -1, tied=False, kind="embedding")
-    return layers
-
-
-def _layer(source: fx.Node, weight: Tensor, contraction: int, *, tied: bool, kind: str | None = None) -> Layer:
-    name = layer_name(source)
-    rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
-    if kind is None:
-        head = tied or name.rpartition(".")[2] in HEAD_NAMES
+        name = _module_name(site.node, source)
+        head = source in embedded or name.rpartition(".")[2] in HEAD_NAMES
         kind = "head" if head else "router" if is_router(name) else "linear"
+        owner = owners.setdefault(source, name)
+        tied_to = None if owner == name else owner
+        found.setdefault((name, source), _layer(name, kind, placeholders[source], site.contraction, tied_to))
+    for node, source in embeddings:
+        name = _module_name(node, source)
+        found.setdefault((name, source), _layer(name, "embedding", placeholders[source], -1, None))
+    return [(layer, source) for (_, source), layer in found.items()]
+
+
+def _layer(name: str, kind: str, weight: Tensor, contraction: int, tied_to: str | None) -> Layer:
+    rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
     return Layer(
         name=name,
         kind=kind,
@@ -73,4 +96,5 @@ def _layer(source: fx.Node, weight: Tensor, contraction: int, *, tied: bool, kin
         nbytes=weight.numel() * weight.itemsize,
         device=weight.device,
         dtype=weight.dtype,
+        tied_to=tied_to,
     )

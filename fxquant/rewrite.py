@@ -5,7 +5,9 @@ Dynamo reuses one compiled graph for every layer of a class, so a weight is an i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,12 +35,14 @@ class Slot:
         spec: what the graph was compiled for.
         name: the layer, for messages; relative to the compiled module.
         plain: whether the module holds the float original (a quantised copy is looked up) or the quantised weight itself.
+        float_reads: whether an embedding reads the float original too.
     """
 
     index: int
     spec: WeightSpec
     name: str
     plain: bool
+    float_reads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +50,11 @@ class Rewritten:
     """A rewritten graph and how to call it.
 
     Args:
-        gm: the graph; its inputs are the kept inputs of ``traced``, then the components of each slot's weight.
+        gm: the graph; its inputs are the kept inputs of ``traced``, then for each group the first components of all its slots'
+            weights, the second ones, and so on.
         inputs: example inputs of ``gm``.
         traced: Dynamo's graph as it came.
-        slots: the weights among the inputs of ``traced``.
+        groups: the weights among the inputs of ``traced``, those that are looked up alike together.
         kept: indices of the inputs of ``traced`` that ``gm`` takes as they are.
         user_inputs: indices of the float tensors among them that are neither parameter nor buffer.
         matches: how often each pass matched, by name.
@@ -58,10 +63,14 @@ class Rewritten:
     gm: fx.GraphModule
     inputs: list[Any]
     traced: fx.GraphModule
-    slots: tuple[Slot, ...]
+    groups: tuple[tuple[Slot, ...], ...]
     kept: tuple[int, ...]
     user_inputs: tuple[int, ...]
     matches: dict[str, int]
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        return itertools.chain.from_iterable(self.groups)
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Rewritten:
@@ -69,17 +78,18 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendO
     slots = _find_slots(gm.graph, example_inputs, options)
     rewritten = _copy(gm)
     weights = {slot.index: _weight(slot, example_inputs[slot.index]) for slot in slots}
-    kept, inputs = _swap_inputs(rewritten.graph, example_inputs, slots, weights, options)
+    groups = _groups(slots)
+    kept, inputs = _swap_inputs(rewritten.graph, example_inputs, groups, weights, options)
     matches = run_passes(rewritten.graph)
     for node in rewritten.graph.find_nodes(op="placeholder"):
-        if META_KEY in node.meta:
+        if META_KEY in node.meta and not node.meta[META_KEY].float_reads:
             rewritten.graph.erase_node(node)
     rewritten.recompile()
     return Rewritten(
         gm=rewritten,
         inputs=inputs,
         traced=_copy(gm),
-        slots=tuple(slots),
+        groups=groups,
         kept=tuple(kept),
         user_inputs=_user_inputs(gm.graph, example_inputs),
         matches=matches,
@@ -103,6 +113,14 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
+def _groups(slots: Sequence[Slot]) -> tuple[tuple[Slot, ...], ...]:
+    """Slots that are looked up alike and have equally many components."""
+    groups: dict[tuple[bool, tuple[str, ...]], list[Slot]] = defaultdict(list)
+    for slot in slots:
+        groups[slot.plain, slot.spec.scheme.weight.components].append(slot)
+    return tuple(map(tuple, groups.values()))
+
+
 def _find_slots(graph: fx.Graph, inputs: Sequence[Any], options: BackendOptions) -> list[Slot]:
     placeholders = list(graph.find_nodes(op="placeholder"))
     slots = []
@@ -118,17 +136,17 @@ def _plain_slots(
     policy = options.policy()
     layers = graph_layers(graph, inputs)
     if policy is None:
-        if not converted and any(layer.kind == "linear" for layer in layers.values()):
+        if not converted and any(layer.kind == "linear" for layer, _ in layers):
             warn_once(
                 "fxquant backend: no quantization option and no quantised weight: a graph is compiled as it is; give "
                 'options={"quantization": ...} or convert the model first: fxquant.quantize_(model, ...)'
             )
         return []
-    prefixes = {layer.name for layer in layers.values()}
+    prefixes = {layer.name for layer, _ in layers}
     prefixes |= {name[:i] for name in prefixes for i, character in enumerate(name) if character == "."}
     try:
         decided = plan_layers(
-            list(layers.values()),
+            [layer for layer, _ in layers],
             policy,
             linear_backend=options.linear_backend,
             moe_backend=options.moe_backend,
@@ -146,9 +164,10 @@ def _plain_slots(
         log.info("%s", line)
     by_name = {layer.name: layer for layer in decided.chosen}
     slots = []
-    for node, layer in layers.items():
+    embedded = {node for layer, node in layers if layer.kind == "embedding"}
+    for layer, node in layers:
         chosen = by_name.get(layer.name)
-        if chosen is not None and chosen.scheme is not None:
+        if chosen is not None and chosen.scheme is not None and layer.tied_to is None:
             spec = WeightSpec(
                 scheme=chosen.scheme,
                 rows=layer.rows,
@@ -157,7 +176,8 @@ def _plain_slots(
                 contraction=layer.contraction,
                 backend=options.linear_backend,
             )
-            slots.append(Slot(index=placeholders.index(node), spec=spec, name=layer.name, plain=True))
+            index = placeholders.index(node)
+            slots.append(Slot(index=index, spec=spec, name=layer.name, plain=True, float_reads=node in embedded))
     if not slots and not converted and layers:
         warn_once("fxquant backend: no layer of this graph is quantised:\n  " + "\n  ".join(decided.summary()))
     _say_originals_stay(slots, inputs)
@@ -185,7 +205,7 @@ def _weight(slot: Slot, value: Tensor) -> QuantizedTensor:
 def _swap_inputs(
     graph: fx.Graph,
     inputs: Sequence[Any],
-    slots: Sequence[Slot],
+    groups: Sequence[Sequence[Slot]],
     weights: Mapping[int, QuantizedTensor],
     options: BackendOptions,
 ) -> tuple[list[int], list[Any]]:
@@ -195,22 +215,27 @@ def _swap_inputs(
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
     fake_mode = detect_fake_mode(inputs) or _tracing_fake_mode()
-    kept = [index for index in range(len(inputs)) if index not in weights]
+    replaced = {slot.index for group in groups for slot in group if not slot.float_reads}
+    kept = [index for index in range(len(inputs)) if index not in replaced]
     new_inputs = [inputs[index] for index in kept]
     last = placeholders[-1] if placeholders else None
-    for slot in slots:
-        weight, node = weights[slot.index], placeholders[slot.index]
-        parts = []
-        for name, component in zip(weight.spec.scheme.weight.components, weight.components, strict=True):
-            fake = component if fake_mode is None else fake_mode.from_tensor(component, static_shapes=True)
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"{node.name}_{name}")
-            last.meta = {"example_value": fake, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
-            _set_source(last, node, name)
-            parts.append(last)
-            new_inputs.append(fake)
-        spec = _with_backend(slot, weight, options.linear_backend)
-        node.meta[META_KEY] = QuantizedInput(components=tuple(parts), spec=spec, name=slot.name)
+    for group in groups:
+        parts: list[list[fx.Node]] = [[] for _ in group]
+        for position, name in enumerate(group[0].spec.scheme.weight.components):
+            for slot, nodes in zip(group, parts, strict=True):
+                component, node = weights[slot.index].components[position], placeholders[slot.index]
+                fake = component if fake_mode is None else fake_mode.from_tensor(component, static_shapes=True)
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"{node.name}_{name}")
+                last.meta = {"example_value": fake, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
+                _set_source(last, node, name)
+                nodes.append(last)
+                new_inputs.append(fake)
+        for slot, nodes in zip(group, parts, strict=True):
+            spec = _with_backend(slot, weights[slot.index], options.linear_backend)
+            placeholders[slot.index].meta[META_KEY] = QuantizedInput(
+                components=tuple(nodes), spec=spec, name=slot.name, float_reads=slot.float_reads
+            )
     return kept, new_inputs
 
 

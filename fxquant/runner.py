@@ -10,36 +10,53 @@ import torch
 
 from .conversions import CONVERSIONS
 from .errors import UnsupportedError
-from .kernels.quantized_tensor import QuantizedTensor
 from .log import warn_once
 from .rewrite import Rewritten
+
+_record = operator.attrgetter("record")
 
 
 def runner(rewritten: Rewritten, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the traced graph's inputs that calls ``compiled`` with the rewritten graph's.
 
-    The checks stand in for the guards on quantised parameters, which ``fxquant.compile`` has Dynamo leave out.
+    The checks stand in for the guards on quantised parameters, which ``fxquant.compile`` has Dynamo leave out. They run once
+    per call for every weight of the graph, hence the itemgetters, map and zip in place of loops.
     """
-    stored = [(slot.index, slot.spec, slot.spec.scheme.weight.components) for slot in rewritten.slots if not slot.plain]
-    copied = [slot for slot in rewritten.slots if slot.plain]
-    kept, user_inputs = rewritten.kept, rewritten.user_inputs
-    take_kept = operator.itemgetter(*kept) if len(kept) > 1 else lambda args: [args[index] for index in kept]
+    take_kept, user_inputs = _taker(rewritten.kept), rewritten.user_inputs
+    stored = [
+        (_taker([slot.index for slot in group]), tuple(slot.spec for slot in group))
+        for group in rewritten.groups
+        if not group[0].plain
+    ]
+    copied = [group for group in rewritten.groups if group[0].plain]
 
     def run(*args: Any) -> Any:
         if user_inputs and torch.is_grad_enabled():
             args = _without_grad(args, user_inputs)
         inputs = [*take_kept(args)]
-        for index, spec, components in stored:
-            weight = args[index]
-            if type(weight) is not QuantizedTensor or (weight.spec is not spec and weight.spec != spec):
+        for take, specs in stored:
+            try:
+                found, *columns = zip(*map(_record, take(args)), strict=True)
+            except (AttributeError, ValueError):  # not a QuantizedTensor, or one with other components
                 return _run_eagerly(rewritten, args)
-            for name in components:
-                inputs.append(getattr(weight, name))
-        for slot in copied:
-            inputs.extend(CONVERSIONS.get(args[slot.index], slot.spec, slot.name).components)
+            if found != specs:
+                return _run_eagerly(rewritten, args)
+            for column in columns:
+                inputs += column
+        for group in copied:
+            _, *columns = zip(*(CONVERSIONS.get(args[s.index], s.spec, s.name).record for s in group), strict=True)
+            for column in columns:
+                inputs += column
         return compiled(*inputs)
 
     return run
+
+
+def _taker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """A function that picks these items of a tuple."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda args: [args[index] for index in indices]
 
 
 def _without_grad(args: tuple[Any, ...], user_inputs: Sequence[int]) -> tuple[Any, ...]:

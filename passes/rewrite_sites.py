@@ -1,7 +1,7 @@
 """Products with a quantised weight become ``quantize_activation`` + ``scaled_mm``; other reads of the weight dequantise it.
 
 A quantised weight is a placeholder that carries ``QuantizedInput`` in its meta: the nodes of its components and its spec.
-After the pass no node uses the placeholder itself.
+After the pass no node uses the placeholder itself, unless its reads stay in float.
 """
 
 from __future__ import annotations
@@ -25,11 +25,20 @@ META_KEY = "fxquant_weight"
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedInput:
-    """A weight placeholder's components (nodes, in the format's order), its spec, and the layer's name for messages."""
+    """What a weight placeholder stands for.
+
+    Args:
+        components: nodes of the stored tensors, in the format's order.
+        spec: formats and logical shape.
+        name: the layer, for messages.
+        float_reads: whether other reads than products see the placeholder's own float value (an embedding that shares its
+            weight with a quantised head) instead of dequantised values.
+    """
 
     components: tuple[fx.Node, ...]
     spec: WeightSpec
     name: str
+    float_reads: bool = False
 
 
 def is_quantized(node: fx.Node) -> bool:
@@ -97,8 +106,8 @@ def _dequantize_other_reads(graph: fx.Graph) -> None:
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1] if uses else None
     for node, use in uses:
         readers = [user for user in node.users if user not in expressions]
-        if readers:
-            weight: QuantizedInput = use.source.meta[META_KEY]
+        weight: QuantizedInput = use.source.meta[META_KEY]
+        if readers and not weight.float_reads:
             swapped = use.swapped != (weight.spec.contraction == -2)
             with graph.inserting_after(last_placeholder if node.op == "placeholder" else node):
                 values = graph.call_function(

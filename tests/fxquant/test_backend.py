@@ -283,6 +283,39 @@ def test_head_router_and_tied_embedding_stay_on_the_plain_road(llama, caplog):
     assert any("14 matches" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("config", [{"ignore": ["lm_head"]}, {"ignore": ["model.embed_tokens", "*lm_head"]}])
+def test_a_tied_head_can_be_named_on_the_plain_road(config, llama, relative_error):
+    model = llama(tie_word_embeddings=True)
+    twin = copy.deepcopy(model)
+    fxquant.quantize_(twin, "fp8_per_channel", config)
+    with torch.no_grad():
+        got = compiled(model, quantization="fp8_per_channel", quantization_config=config)(IDS).logits
+        assert relative_error(got, twin(IDS).logits) < 0.02
+
+
+def test_a_tied_head_is_quantised_by_its_exact_name_and_the_embedding_is_not(llama, relative_error):
+    model = llama(tie_word_embeddings=True)
+    twin = copy.deepcopy(model)
+    config = {"targets": {"lm_head": "fp8_per_channel"}}
+    fxquant.quantize_(twin, None, config)
+    with torch.no_grad():
+        got = compiled(model, quantization_config=config)(IDS).logits
+        assert relative_error(got, twin(IDS).logits) < 1e-3
+        assert relative_error(got, model(IDS).logits) > 0.01
+
+
+def test_layers_that_share_a_weight_are_named_each_by_its_own_name(relative_error):
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    model.forward = lambda x: model["b"](torch.tanh(model["a"](x)))
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        compiled(model, quantization="fp8_per_channel", quantization_config={"ignore": ["a", "b"]})(x)
+        torch.compiler.reset()
+        with pytest.raises(RuleError, match="a and b share one weight"):
+            compiled(model, quantization="fp8_per_channel", quantization_config={"ignore": ["b"]})(x)
+
+
 def test_originals_are_announced_once_with_bytes_and_the_call_that_frees_them(caplog):
     model, x = MLP(width=96), torch.randn(2, 96, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="fxquant"), torch.no_grad():
