@@ -20,6 +20,7 @@ FAMILIES = ("auto", "torch", "triton", "reference")
 
 NATIVE_MX_CAPABILITY = (10, 0)
 FP8_GEMM_CAPABILITY = (8, 9)
+ROW_WISE_ON_CPU = "2.13"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,12 @@ def _torch(problem: Problem) -> Kernel | str:
             return f"torch._scaled_mm needs compute capability 8.9 or higher, this device has {problem.capability}"
         if problem.rows % 16 or problem.columns % 16 or not problem.columns:
             return f"torch._scaled_mm on CUDA needs N and K to be multiples of 16, got N={problem.rows}, K={problem.columns}"
-    elif problem.device not in ("cpu", "meta"):
+    elif problem.device in ("cpu", "meta"):
+        if torch.__version__ < ROW_WISE_ON_CPU:
+            return (
+                f"torch._scaled_mm on the CPU takes scales per row from torch {ROW_WISE_ON_CPU} on, this is {torch.__version__}"
+            )
+    else:
         return f"torch._scaled_mm is used on cpu and cuda, not on {problem.device}"
     return Kernel(family="torch", widths=_widths(problem.scheme), runs="torch._scaled_mm")
 
@@ -128,8 +134,11 @@ def choose_linear(problem: Problem, family: str = "auto") -> Kernel:
     """The kernel of a family (``auto``: the first that serves).
 
     Raises:
-        UnsupportedError: no kernel serves the problem, or the pinned family does not; lists those that do and why not the rest.
+        UnsupportedError: no kernel serves the problem, or the pinned family does not (or is none); lists those that do and why
+            not the rest.
     """
+    if family not in FAMILIES:
+        raise UnsupportedError(f"there is no kernel family {family!r}; use one of: {', '.join(FAMILIES)}")
     answers = linear_kernels(problem)
     pinned = answers.values() if family == "auto" else [answers[family]]
     for answer in pinned:

@@ -11,6 +11,8 @@ from math import ceil, prod
 
 import torch
 
+from .errors import UnsupportedError
+
 WHOLE = -1
 """Block extent meaning 'the whole dimension'."""
 
@@ -113,3 +115,28 @@ FORMATS: dict[str, Format] = {
 
 WEIGHT_FORMATS = tuple(name for name, format in FORMATS.items() if format.weight)
 ACTIVATION_FORMATS = tuple(name for name, format in FORMATS.items() if format.activation)
+
+
+def weight_format_named(name: str) -> Format:
+    """The weight format of this name.
+
+    Raises:
+        UnsupportedError: there is none; lists those there are.
+    """
+    return _named(name, "weight", WEIGHT_FORMATS)
+
+
+def activation_format_named(name: str) -> Format:
+    """The activation format of this name.
+
+    Raises:
+        UnsupportedError: there is none; lists those there are.
+    """
+    return _named(name, "activation", ACTIVATION_FORMATS)
+
+
+def _named(name: str, role: str, accepted: tuple[str, ...]) -> Format:
+    if name not in accepted:
+        found = "is not one" if name in FORMATS else "does not exist"
+        raise UnsupportedError(f"the {role} format {name!r} {found}; use one of: {', '.join(accepted)}")
+    return FORMATS[name]

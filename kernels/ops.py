@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import numerics
 from .capability import Problem, choose_linear, device_key
-from .formats import FORMATS, WHOLE, Format, Scheme
+from .errors import UnsupportedError
+from .formats import WHOLE, Scheme, activation_format_named, weight_format_named
 
 NO_ACTIVATION = "none"
 """Activation format name for weight-only products: the activation is [x]."""
@@ -28,8 +29,15 @@ def quantize_activation(x: Tensor, format: str) -> list[Tensor]:
 
     Returns:
         [xq (..., K), xs]; the shape of xs is () per tensor, (..., 1) per token, (..., ceil(K/128)) per 1x128 block.
+
+    Raises:
+        UnsupportedError: ``format`` is not an activation format, or ``x`` is not a float tensor of one dimension or more.
     """
-    spec = FORMATS[format]
+    spec = activation_format_named(format)
+    if x.dim() == 0 or not x.is_floating_point():
+        raise UnsupportedError(
+            f"quantize_activation takes a float tensor of one dimension or more, got {x.dim()} dimensions of {x.dtype}"
+        )
     if spec.block == (WHOLE, WHOLE):
         qdata, *scales = numerics.quantize(x.reshape(1, -1) if x.numel() else x.new_zeros(1, 0), spec)
         return [qdata.view(x.shape), *scales]
@@ -41,8 +49,8 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _one_a_row(scale: Tensor, rows: int) -> Tensor:
-    """A () or (rows, 1) scale as a dense vector of length ``rows`` (an expanded one would have stride 0)."""
-    return scale.reshape(-1) if scale.dim() else scale.repeat(rows)
+    """A () or (rows, 1) scale as a dense (rows, 1) one (an expanded one would have stride 0)."""
+    return scale if scale.dim() else scale.repeat(rows, 1)
 
 
 def _torch_scaled_mm(x: list[Tensor], weight: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -51,16 +59,17 @@ def _torch_scaled_mm(x: list[Tensor], weight: list[Tensor], bias: Tensor | None,
     wq, w_scale = weight
     if xq.device.type == "cuda" and out_dtype != torch.bfloat16:
         # The row-wise CUDA kernel writes bfloat16 alone: take the plain product in float32 and scale it behind.
+        # The scales are multiplied with each other first: the product times one of them may overflow where the result does not.
         one = x_scale.new_ones(())
         product = torch._scaled_mm(xq, wq.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        product = product * x_scale * w_scale.t()
+        product = product * (x_scale * w_scale.t())
         return (product if bias is None else product + bias).to(out_dtype)
-    if x_scale.dim() or w_scale.dim():
-        x_scale = _one_a_row(x_scale, xq.shape[0]).unsqueeze(-1)
-        w_scale = _one_a_row(w_scale, wq.shape[0]).unsqueeze(0)
+    if xq.device.type != "cuda" or x_scale.dim() or w_scale.dim():
+        # On the CPU two scalar scales take a path that is hundreds of times slower, and overflows on the way.
+        x_scale, w_scale = _one_a_row(x_scale, xq.shape[0]), _one_a_row(w_scale, wq.shape[0])
     if bias is not None:
         bias = bias.to(out_dtype)
-    return torch._scaled_mm(xq, wq.t(), scale_a=x_scale, scale_b=w_scale, bias=bias, out_dtype=out_dtype)
+    return torch._scaled_mm(xq, wq.t(), scale_a=x_scale, scale_b=w_scale.t(), bias=bias, out_dtype=out_dtype)
 
 
 def _reference_scaled_mm(
@@ -100,14 +109,21 @@ def scaled_mm(
         (..., N) in ``out_dtype``.
 
     Raises:
-        UnsupportedError: no kernel of the family serves these formats, this shape and this device.
+        UnsupportedError: a format that does not exist, operands that do not fit, or no kernel of the family serves these
+            formats, this shape and this device.
     """
-    scheme = Scheme(weight=FORMATS[weight_format], activation=None if activation == NO_ACTIVATION else FORMATS[activation])
+    scheme = Scheme(
+        weight=weight_format_named(weight_format),
+        activation=None if activation == NO_ACTIVATION else activation_format_named(activation),
+    )
     rows, columns = weight[0].shape[0], x[0].shape[-1]
     device, capability = device_key(x[0].device)
-    kernel = choose_linear(
-        Problem(scheme=scheme, rows=rows, columns=columns, device=device, capability=capability), backend
-    )
+    problem = Problem(scheme=scheme, rows=rows, columns=columns, device=device, capability=capability)
+    kernel = choose_linear(problem, backend)
+    if columns != weight[0].shape[-1]:
+        raise UnsupportedError(
+            f"the activation has K={columns}, the weight N={rows}, K={weight[0].shape[-1]}; K must be the same"
+        )
     out_shape = (*x[0].shape[:-1], rows)
     if 0 in x[0].shape or rows == 0:  # library kernels refuse empty operands; an empty sum is zero
         empty = torch.zeros(out_shape, dtype=out_dtype, device=x[0].device)
@@ -118,16 +134,14 @@ def scaled_mm(
     return _reference_scaled_mm(x, weight, bias, scheme, out_dtype)
 
 
-_library = torch.library.Library("fxquant", "DEF")
-_library.define("quantize_activation(Tensor x, str format) -> Tensor[]")
-_library.define(
-    "scaled_mm(Tensor[] x, Tensor[] weight, Tensor? bias, str activation, str weight_format, ScalarType out_dtype, "
-    "str backend='auto') -> Tensor"
-)
-_library.impl("quantize_activation", quantize_activation, "CompositeImplicitAutograd")
-_library.impl("scaled_mm", scaled_mm, "CompositeImplicitAutograd")
-
-
-def activation_components(x: Tensor, activation: Format | None) -> list[Tensor]:
-    """What ``scaled_mm`` takes as ``x`` for this activation format."""
-    return [x] if activation is None else quantize_activation(x, activation.name)
+_library = torch.library.Library("fxquant", "DEF")  # type: ignore[no-untyped-call]
+for _schema, _function in (
+    ("quantize_activation(Tensor x, str format) -> Tensor[]", quantize_activation),
+    (
+        "scaled_mm(Tensor[] x, Tensor[] weight, Tensor? bias, str activation, str weight_format, ScalarType out_dtype, "
+        "str backend='auto') -> Tensor",
+        scaled_mm,
+    ),
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_schema.partition("(")[0], _function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

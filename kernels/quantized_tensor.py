@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from . import numerics, ops
 from .errors import UnsupportedError
-from .formats import FORMATS, Scheme
+from .formats import Scheme, activation_format_named, weight_format_named
 from .read_only import aliased_outputs, is_composite, written_arguments
+from .wrapper_tensor import WrapperTensor
 
 aten = torch.ops.aten
 
@@ -52,11 +53,18 @@ class WeightSpec:
         matrix = (self.rows, self.columns) if self.contraction == -1 else (self.columns, self.rows)
         return (*self.leading, *matrix)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSpec:
+        return self
+
     def transposed(self) -> WeightSpec:
         return replace(self, contraction=-3 - self.contraction)
 
 
-class QuantizedTensor(torch.Tensor):
+_SPECS: dict[WeightSpec, WeightSpec] = {}
+"""One object for equal specs, so that they compare by identity."""
+
+
+class QuantizedTensor(WrapperTensor):
     """A quantised matrix with the interface of a float tensor.
 
     Args:
@@ -65,21 +73,38 @@ class QuantizedTensor(torch.Tensor):
         stride: strides that the tensor reports; contiguous where None.
     """
 
-    qdata: Tensor
-    scale: Tensor
-    spec: WeightSpec
+    record: tuple[Any, ...]
+    """(spec, *components): everything that the tensor holds. One attribute, so that a compiled call reads one per weight."""
 
     @staticmethod
-    def __new__(
-        cls, components: Sequence[Tensor], spec: WeightSpec, stride: Sequence[int] | None = None
-    ) -> QuantizedTensor:
+    def __new__(cls, components: Sequence[Tensor], spec: WeightSpec, stride: Sequence[int] | None = None) -> QuantizedTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=stride, dtype=spec.dtype, device=components[0].device, requires_grad=False
         )
-        self.spec = spec
-        for name, component in zip(spec.scheme.weight.components, components, strict=True):
-            setattr(self, name, component)
-        return cast(QuantizedTensor, self)
+        self._hold(components, spec)
+        return self
+
+    def _hold(self, components: Sequence[Tensor], spec: WeightSpec) -> None:
+        expected = spec.scheme.weight.components
+        if len(components) != len(expected):
+            raise ValueError(f"{spec.scheme.weight.name} has the components {expected}, got {len(components)} tensors")
+        self.record = (_SPECS.setdefault(spec, spec), *components)
+
+    @property
+    def spec(self) -> WeightSpec:
+        return cast(WeightSpec, self.record[0])
+
+    @property
+    def qdata(self) -> Tensor:
+        return cast(Tensor, self.record[1])
+
+    @property
+    def scale(self) -> Tensor:
+        return cast(Tensor, self.record[2])
+
+    @property
+    def global_scale(self) -> Tensor:
+        return cast(Tensor, self.record[3])
 
     @classmethod
     def from_float(
@@ -94,15 +119,19 @@ class QuantizedTensor(torch.Tensor):
         """Quantise a float matrix.
 
         Args:
-            weight: (N, K), or (K, N) with ``contraction=-2``; float16, bfloat16 or float32.
+            weight: (N, K), or (K, N) with ``contraction=-2``; a float dtype.
             scheme: weight format, and the activation format that products will use.
             contraction: the contracted dimension of ``weight``.
             backend: kernel family that products use.
             reduce_amax: see ``numerics.quantize``.
 
         Raises:
-            UnsupportedError: the weight holds NaN or infinity.
+            UnsupportedError: the weight holds NaN or infinity, or is no float matrix, or the scheme's weight format holds no
+                weights or has no numerics.
         """
+        weight_format_named(scheme.weight.name)
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise UnsupportedError(f"a quantised weight is a float matrix, got shape {tuple(weight.shape)} of {weight.dtype}")
         weight = weight.detach()
         rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
         spec = WeightSpec(
@@ -113,11 +142,12 @@ class QuantizedTensor(torch.Tensor):
     @property
     def components(self) -> list[Tensor]:
         """The stored tensors, qdata first."""
-        return [getattr(self, name) for name in self.spec.scheme.weight.components]
+        return list(self.record[1:])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The float values, (shape of self), computed in float32 and rounded once to ``dtype`` (default: the logical dtype)."""
-        return dequantized(self.components, self.spec, dtype or self.spec.dtype)
+        values = dequantized(self.components, self.spec, dtype or self.spec.dtype)
+        return values.contiguous() if self.is_contiguous() else values  # in the layout that the strides tell
 
     def with_components(
         self, components: Sequence[Tensor], *, stride: Sequence[int] | None = None, **changes: Any
@@ -142,11 +172,11 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         return QuantizedTensor([inner[name] for name in spec.scheme.weight.components], spec, outer_stride)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    @torch._disable_dynamo
-    def __torch_dispatch__(
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -155,11 +185,15 @@ class QuantizedTensor(torch.Tensor):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if is_composite(func):  # inference mode hands these over whole: take them apart as other modes do
-            return func.decompose(*args, **kwargs)
         written = written_arguments(func, args, kwargs, QuantizedTensor)
+        if written and func.overloadpacket in _REFUSED:
+            raise UnsupportedError(
+                f"{func} would change the storage of a quantised weight ({written[0]!r}); dequantise it first: w.dequantize()"
+            )
         if written:
             return _write_through(func, args, kwargs, written)
+        if is_composite(func):  # inference mode hands these over whole: take them apart as other modes do
+            return func.decompose(*args, **kwargs)
         result = func(*_dequantized_tree(args), **_dequantized_tree(kwargs))
         return aliased_outputs(func, args, kwargs, result, QuantizedTensor)
 
@@ -170,7 +204,7 @@ class QuantizedTensor(torch.Tensor):
         fields = {name: getattr(self.spec, name) for name in ("rows", "columns", "dtype", "contraction", "leading", "backend")}
         return rebuild_quantized_tensor, (raw, scheme, fields, self.stride(), isinstance(self, torch.nn.Parameter))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.spec
         return f"QuantizedTensor({spec.scheme}, shape={tuple(self.shape)}, dtype={spec.dtype}, device={self.device})"
 
@@ -180,21 +214,23 @@ class QuantizedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.copy_(value)
+        """As for any tensor, ``value`` takes the place of what was there, dtype and device too; floats are quantised first."""
+        if value.shape != self.shape or self.spec.leading or not value.is_floating_point():
+            raise UnsupportedError(
+                f"the data of a quantised weight of shape {tuple(self.shape)} can be replaced by floats of that shape, not by "
+                f"{tuple(value.shape)} of {value.dtype}"
+            )
+        if not isinstance(value, QuantizedTensor):
+            spec = replace(self.spec, dtype=value.dtype)
+            value = QuantizedTensor(_quantized_components(value.detach(), spec), spec)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._hold(value.components, value.spec)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.dequantize().numpy(force=force)
+    def parts(self) -> list[Tensor]:
+        return self.components
 
-    def tolist(self) -> Any:
-        return self.dequantize().tolist()
-
-    def share_memory_(self) -> QuantizedTensor:
-        for component in self.components:
-            component.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        return all(component.is_shared() for component in self.components)
+    def plain_copy(self) -> Tensor:
+        return self.dequantize()
 
 
 def rebuild_quantized_tensor(
@@ -206,7 +242,7 @@ def rebuild_quantized_tensor(
 ) -> Tensor:
     """Inverse of ``QuantizedTensor.__reduce_ex__``; listed as a safe global for ``torch.load(weights_only=True)``."""
     weight, activation = scheme_names
-    scheme = Scheme(weight=FORMATS[weight], activation=FORMATS[activation] if activation else None)
+    scheme = Scheme(weight=weight_format_named(weight), activation=activation_format_named(activation) if activation else None)
     dtypes = (scheme.weight.qdata_dtype, scheme.weight.scale_dtype, torch.float32)
     components = [part.view(dtype) for part, dtype in zip(raw, dtypes, strict=False)]
     tensor = QuantizedTensor(components, WeightSpec(scheme=scheme, **fields), stride)
@@ -260,10 +296,12 @@ def _dequantized_tree(tree: Any) -> Any:
 
 def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[QuantizedTensor]) -> Any:
     """Run a mutating op on dequantised copies, then quantise what it wrote and store it."""
-    if func.overloadpacket in _REFUSED:
-        raise UnsupportedError(
-            f"{func} would change the storage of a quantised weight ({written[0]!r}); dequantise it first: w.dequantize()"
-        )
+    for original in written:
+        if original.spec.leading:
+            raise UnsupportedError(
+                f"{func} would write to a quantised weight through an expanded view of shape {tuple(original.shape)}; write to "
+                "the weight itself, or take a copy first: w.dequantize()"
+            )
     copies = {id(t): t.dequantize() for t in written}
     originals = {id(copies[id(t)]): t for t in written}
     leaves, treespec = tree_flatten((args, kwargs))
@@ -272,7 +310,7 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
     result = func(*new_args, **new_kwargs)
     for original in written:
         values = copies[id(original)]
-        if values.shape != original.shape or original.spec.leading:
+        if values.shape != original.shape:
             raise UnsupportedError(
                 f"{func} would turn a quantised weight of shape {tuple(original.shape)} into {tuple(values.shape)} in place; "
                 "dequantise it first: w.dequantize()"
@@ -305,9 +343,7 @@ def _to_copy(func: Any, self: QuantizedTensor, *, dtype: torch.dtype | None = No
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return NotImplemented
     kwargs.pop("memory_format", None)
-    return self.with_components(
-        [func(c, **kwargs) for c in self.components], stride=self.stride(), dtype=dtype
-    )
+    return self.with_components([func(c, **kwargs) for c in self.components], stride=self.stride(), dtype=dtype)
 
 
 def _on_components(func: Any, self: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -317,13 +353,14 @@ def _on_components(func: Any, self: QuantizedTensor, *args: Any, **kwargs: Any) 
 def _empty_like(func: Any, self: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     if dtype not in (None, self.spec.dtype):
         return NotImplemented
-    return self.with_components([torch.empty_like(c, device=device) for c in self.components])
+    # zeros, as stray bytes may stand for NaN, which no later write to a part of the weight could take away
+    return self.with_components([torch.zeros_like(c, device=device) for c in self.components])
 
 
 def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(self, QuantizedTensor) or self.spec.leading:
         return NotImplemented
-    if isinstance(source, QuantizedTensor) and replace(source.spec, backend=self.spec.backend) == self.spec:
+    if isinstance(source, QuantizedTensor) and _same_storage(source.spec, self.spec):
         components = source.components
     else:
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
@@ -334,25 +371,35 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
     return self
 
 
-def _t(func: Any, self: QuantizedTensor) -> QuantizedTensor:
+def _same_storage(one: WeightSpec, other: WeightSpec) -> bool:
+    """Whether equal components stand for equal values, up to the logical dtype."""
+    return (one.scheme.weight, one.shape, one.contraction) == (other.scheme.weight, other.shape, other.contraction)
+
+
+_SWAPS = {(1, 0), (-1, -2), (1, -2), (-1, 0)}
+"""The ways to write the permutation that transposes a matrix."""
+
+
+def _t(func: Any, self: QuantizedTensor) -> Any:
+    if self.dim() != 2:
+        return NotImplemented
     return QuantizedTensor(self.components, self.spec.transposed(), self.stride()[::-1])
 
 
 def _transpose(func: Any, self: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    if self.dim() == 2 and {dim0 % 2, dim1 % 2} == {0, 1}:
-        return _t(func, self)
-    return NotImplemented
+    return _t(func, self) if {(dim0, dim1), (dim1, dim0)} & _SWAPS else NotImplemented
 
 
 def _permute(func: Any, self: QuantizedTensor, dims: Sequence[int]) -> Any:
-    return _t(func, self) if self.dim() == 2 and [d % 2 for d in dims] == [1, 0] else NotImplemented
+    return _t(func, self) if tuple(dims) in _SWAPS else NotImplemented
 
 
 def _expand(func: Any, self: QuantizedTensor, size: Sequence[int], *, implicit: bool = False) -> Any:
     # torch.matmul spreads a 2-D weight over the batch of a non-contiguous activation this way
     if self.spec.leading or tuple(size[-2:]) not in ((-1, -1), tuple(self.shape)) or -1 in size[:-2]:
         return NotImplemented
-    return self.with_components(self.components, leading=tuple(size[:-2]))
+    leading = tuple(size[:-2])
+    return self.with_components(self.components, leading=leading, stride=(0,) * len(leading) + self.stride())
 
 
 def _view(func: Any, self: QuantizedTensor, size: Sequence[int]) -> Any:
@@ -411,4 +458,12 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
 }
 
-_REFUSED = {aten.set_, aten.resize_, aten.resize_as_, aten.as_strided_, aten.resize_as_sparse_, aten._resize_output_}
+_REFUSED = {
+    aten.set_,
+    aten.resize_,
+    aten.resize_as_,
+    aten.as_strided_,
+    aten.resize_as_sparse_,
+    aten._resize_output_,
+    aten.set_data,
+}

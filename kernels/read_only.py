@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from .errors import UnsupportedError
+from .wrapper_tensor import WrapperTensor
 
 
 def is_composite(func: Any) -> bool:
@@ -51,9 +52,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any], ki
 
 def aliased_outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, kind: type) -> Any:
     """``result`` with every output that aliases an argument of class ``kind`` made read-only."""
-    aliases = any(
-        argument.alias_info is not None and _tensors(value, kind) for argument, value in _bound(func, args, kwargs)
-    )
+    aliases = any(argument.alias_info is not None and _tensors(value, kind) for argument, value in _bound(func, args, kwargs))
     return tree_map_only(Tensor, read_only, result) if aliases else result
 
 
@@ -64,10 +63,10 @@ def read_only(values: Tensor) -> Tensor:
     return ReadOnlyView(values)
 
 
-class ReadOnlyView(torch.Tensor):
-    """A view of dequantised values. Reads work as ever; a write raises ``UnsupportedError``; ``clone()`` is writable."""
+class ReadOnlyView(WrapperTensor):
+    """A view of dequantised values. Reads work as ever, a write raises ``UnsupportedError``; ``clone()`` gives a plain copy."""
 
-    values: Tensor
+    plain: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> ReadOnlyView:
@@ -80,14 +79,14 @@ class ReadOnlyView(torch.Tensor):
             device=values.device,
             requires_grad=False,
         )
-        self.values = values
+        self.plain = values
         return self  # type: ignore[no-any-return]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    @torch._disable_dynamo
-    def __torch_dispatch__(
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -98,14 +97,21 @@ class ReadOnlyView(torch.Tensor):
                 f"{func} would write to a view of a quantised weight, where the write cannot be stored; write to the whole "
                 "weight, or take a copy first: w.dequantize() or view.clone()"
             )
-        plain_args, plain_kwargs = tree_map_only(ReadOnlyView, lambda t: t.values, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(ReadOnlyView, lambda t: t.plain, (args, kwargs))
         return aliased_outputs(func, args, kwargs, func(*plain_args, **plain_kwargs), ReadOnlyView)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ReadOnlyView({self.values!r})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReadOnlyView({self.plain!r})"
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.values.clone().numpy(force=force)
+    def parts(self) -> list[Tensor]:
+        return [self.plain]
 
-    def tolist(self) -> Any:
-        return self.values.tolist()
+    def plain_copy(self) -> Tensor:
+        return self.plain.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain_copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy: Tensor = memo.setdefault(id(self), self.plain_copy())
+        return copy

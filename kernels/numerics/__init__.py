@@ -12,7 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..formats import Format
+from ..errors import UnsupportedError
+from ..formats import FORMATS, Format
 from . import fp8
 
 _FAMILIES: dict[tuple[str, torch.dtype], ModuleType] = {("e4m3", torch.float32): fp8}
@@ -24,6 +25,9 @@ def has_numerics(format: Format) -> bool:
 
 
 def _family(format: Format) -> ModuleType:
+    if not has_numerics(format):
+        able = ", ".join(name for name, known in FORMATS.items() if has_numerics(known))
+        raise UnsupportedError(f"this version of fxquant has no numerics for {format.name}; it has: {able}")
     return _FAMILIES[format.element, format.scale_dtype]
 
 

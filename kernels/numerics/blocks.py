@@ -18,7 +18,7 @@ def _tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
     padding = (-columns % block[1], -rows % block[0])
     if any(padding):
         x = F.pad(x, (0, padding[0], 0, padding[1]))
-    return x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    return torch.unflatten(torch.unflatten(x, -1, (-1, block[1])), -3, (-1, block[0]))
 
 
 def _row_tiled(x: Tensor, width: int) -> Tensor:
@@ -26,7 +26,7 @@ def _row_tiled(x: Tensor, width: int) -> Tensor:
     padding = -x.shape[-1] % width
     if padding:
         x = F.pad(x, (0, padding))
-    return x.unflatten(-1, (-1, width))
+    return torch.unflatten(x, -1, (-1, width))
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -54,7 +54,15 @@ def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
         return scale[..., None, None]
     if block == (1, WHOLE):
         return scale
-    scale = scale.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
-    if block[0] != 1:
-        scale = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
-    return scale
+    scale = _repeat(scale, -1, block[1], shape[-1])
+    return scale if block[0] == 1 else _repeat(scale, -2, block[0], shape[-2])
+
+
+def _repeat(scale: Tensor, dim: int, times: int, size: int) -> Tensor:
+    """Each entry along ``dim`` repeated ``times`` (a power of two), cut to ``size``."""
+    if size == scale.shape[dim] * times:
+        return scale.repeat_interleave(times, dim=dim)
+    # Not by repeating and slicing: Inductor for the CPU (torch 2.13) splits the loop over ``size`` at the division by ``times``
+    # that this becomes, and leaves the last, partial block out. A shift is no division to it.
+    blocks = torch.arange(size, device=scale.device) >> (times.bit_length() - 1)
+    return scale.index_select(dim, blocks)

@@ -20,7 +20,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def amax(x: Tensor, format: Format) -> Tensor:
-    """Magnitude of each block of ``x``, float32, in the shape of the scale. Tensor-parallel code takes the MAX over ranks here."""
+    """Magnitude of each block of ``x``, float32, in the shape of the scale; tensor-parallel code takes the MAX over ranks."""
     return block_amax(x.float(), format.block)
 
 
