@@ -78,9 +78,7 @@ class QuantizedTensor(WrapperTensor):
 
     @staticmethod
     def __new__(cls, components: Sequence[Tensor], spec: WeightSpec, stride: Sequence[int] | None = None) -> QuantizedTensor:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=stride, dtype=spec.dtype, device=components[0].device, requires_grad=False
-        )
+        self = cls.wrap(spec.shape, strides=stride, dtype=spec.dtype, device=components[0].device)
         self._hold(components, spec)
         return self
 
@@ -132,12 +130,12 @@ class QuantizedTensor(WrapperTensor):
         weight_format_named(scheme.weight.name)
         if weight.dim() != 2 or not weight.is_floating_point():
             raise UnsupportedError(f"a quantised weight is a float matrix, got shape {tuple(weight.shape)} of {weight.dtype}")
-        weight = weight.detach()
         rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
         spec = WeightSpec(
             scheme=scheme, rows=rows, columns=columns, dtype=weight.dtype, contraction=contraction, backend=backend
         )
-        return cls(_quantized_components(weight, spec, reduce_amax), spec)
+        with torch.inference_mode(False), torch.no_grad():  # a weight made in inference mode can be written outside of it
+            return cls(_quantized_components(weight, spec, reduce_amax), spec)
 
     @property
     def components(self) -> list[Tensor]:
@@ -147,7 +145,9 @@ class QuantizedTensor(WrapperTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The float values, (shape of self), computed in float32 and rounded once to ``dtype`` (default: the logical dtype)."""
         values = dequantized(self.components, self.spec, dtype or self.spec.dtype)
-        return values.contiguous() if self.is_contiguous() else values  # in the layout that the strides tell
+        if values.stride() == self.stride():
+            return values
+        return values.contiguous() if self.is_contiguous() else values.mT.contiguous().mT
 
     def with_components(
         self, components: Sequence[Tensor], *, stride: Sequence[int] | None = None, **changes: Any

@@ -70,17 +70,10 @@ class ReadOnlyView(WrapperTensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> ReadOnlyView:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-            requires_grad=False,
-        )
+        offset = values.storage_offset()
+        self = cls.wrap(values.shape, strides=values.stride(), storage_offset=offset, dtype=values.dtype, device=values.device)
         self.plain = values
-        return self  # type: ignore[no-any-return]
+        return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -10,6 +11,13 @@ from torch import Tensor
 
 class WrapperTensor(torch.Tensor):
     """What torch would read or move by pointer is answered from the wrapped tensors, or from a copy of the values."""
+
+    @classmethod
+    def wrap(cls, shape: Sequence[int], **properties: Any) -> Self:
+        """A tensor without storage; ``properties`` are strides, dtype, device, ..."""
+        with torch.inference_mode(False):  # a view of a normal tensor must be a normal one, in inference mode too
+            wrapper: Self = torch.Tensor._make_wrapper_subclass(cls, shape, requires_grad=False, **properties)
+        return wrapper
 
     def parts(self) -> list[Tensor]:
         """The wrapped tensors."""

@@ -51,7 +51,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """Broadcastable to ``shape``: the block's value at each element."""
     if block == (WHOLE, WHOLE):
-        return scale[..., None, None]
+        return scale[..., None, None] if scale.dim() else scale
     if block == (1, WHOLE):
         return scale
     scale = _repeat(scale, -1, block[1], shape[-1])

@@ -26,8 +26,9 @@ def amax(x: Tensor, format: Format) -> Tensor:
 
 def scale_of(amax: Tensor) -> Tensor:
     """Scale (float32) for blocks of these magnitudes."""
-    # CUDA turns the division by a Python constant into a multiplication by its reciprocal; by a tensor it stays a division.
-    return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
+    # Inductor and CUDA multiply by the reciprocal where a divisor is constant. In float64 that rounds to the same float32: amax
+    # is 24 bits and 448 = 7 * 64, so a quotient lies at least a fourteenth of a unit in the last place from a rounding tie.
+    return (amax.double() / E4M3_MAX).float().clamp(min=SMALLEST_SCALE)
 
 
 def cast(x: Tensor, scale: Tensor, format: Format) -> Tensor:
