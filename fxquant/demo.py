@@ -63,7 +63,7 @@ def measure(
     windows_BL: Tensor,
     *,
     baseline: Score | None = None,
-    new_tokens: int = NEW_TOKENS,
+    new_tokens: int,
     say: Callable[[str], None] = print,
 ) -> tuple[Measured, Score]:
     """Convert ``model`` in place (not where ``scheme`` is None), then score it and let it write.
@@ -73,6 +73,7 @@ def measure(
     Args:
         windows_BL: the tokens to score, see ``evaluate.windows``.
         baseline: the score of the unquantised model; default: this model's own.
+        new_tokens: length of the continuation.
         say: gets each piece of text for the reader.
     """
     start = time.perf_counter()
@@ -142,7 +143,8 @@ def run(output: Path, device: str = "cpu", schemes: Sequence[str] = SCHEMES) -> 
     baseline = None
     for scheme in (None, *schemes):
         print(f"## {scheme or 'bf16'}\n", flush=True)
-        measured, scored = measure(copy.deepcopy(model) if scheme else model, tokenizer, scheme, windows_BL, baseline=baseline)
+        subject = copy.deepcopy(model) if scheme else model
+        measured, scored = measure(subject, tokenizer, scheme, windows_BL, baseline=baseline, new_tokens=NEW_TOKENS)
         baseline = baseline or scored
         runs.append(measured)
     Console(width=110).print(table(runs))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxquant import QuantizedTensor, demo
 from fxquant.evaluate import passage, score, windows
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
+pytestmark = pytest.mark.slow
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -81,8 +81,8 @@ def test_perplexity_is_that_of_an_independent_fake_quantisation(
         copy.deepcopy(model), tokenizer, scheme, text, baseline=plain, new_tokens=2, say=lambda _: None
     )
     assert measured.perplexity == pytest.approx(fake.perplexity, rel=0.01)
-    assert measured.perplexity == pytest.approx(plain.perplexity, rel=0.04)
-    assert measured.perplexity != plain.perplexity
+    assert measured.perplexity_change == measured.perplexity / plain.perplexity - 1
+    assert 0 < abs(measured.perplexity_change) < 0.08  # the demo's text is nine times as long, and its change below 4%
     assert scored.agreement(fake) > scored.agreement(plain) == measured.top1_agreement
     assert measured.quantised_bytes_after <= 0.51 * measured.quantised_bytes_before
 
@@ -101,17 +101,16 @@ def test_what_is_left_alone(smollm2: tuple[nn.Module, Any], text: Tensor) -> Non
     assert converted.lm_head.weight is converted.model.embed_tokens.weight
     assert converted.lm_head.weight.dtype == torch.bfloat16
     assert measured.quantised_bytes_before == sum(before[name].nbytes for name in quantised)
-    assert measured.model_bytes == sum(p.nbytes for p in before.values()) - (
-        measured.quantised_bytes_before - measured.quantised_bytes_after
-    )
+    saved = measured.quantised_bytes_before - measured.quantised_bytes_after
+    assert measured.model_bytes == sum(t.nbytes for t in [*before.values(), *model.buffers()]) - saved
 
 
 def test_run_prints_and_writes_every_number(
     smollm2: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo.models, "load", lambda _: (copy.deepcopy(smollm2[0]), smollm2[1]))
-    monkeypatch.setattr(demo, "WINDOWS", 1)
-    monkeypatch.setattr(demo, "WINDOW_LENGTH", 64)
+    for name, value in {"WINDOWS": 1, "WINDOW_LENGTH": 64, "NEW_TOKENS": 2}.items():
+        monkeypatch.setattr(demo, name, value)
     demo.run(tmp_path / "demo.json", schemes=("fp8_per_tensor",))
     written = json.loads((tmp_path / "demo.json").read_text())
     plain, fp8 = written["runs"]
@@ -119,7 +118,7 @@ def test_run_prints_and_writes_every_number(
     assert fp8["scheme"] == "fp8_per_tensor"
     assert len(fp8["plan"]["layers"]) == len(fp8["report"]["layers"]) == 211
     assert fp8["perplexity_change"] == pytest.approx(fp8["perplexity"] / plain["perplexity"] - 1)
-    assert fp8["continuation"].startswith(" Paris.")
+    assert fp8["continuation"].startswith(" Paris")
     assert written["text"]["tokens"] == 64
     printed = capsys.readouterr().out
     assert "mlp.down_proj" in printed
