@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -38,13 +38,15 @@ def compile(
         model: a model, converted already or not.
         quantization, quantization_config, device, linear_backend, moe_backend, strict, packed_modules_mapping, progress:
             see ``quantize_``; both of the first two None: the model must be converted already.
-        per_layer: compile each repeated layer (the elements of the outermost module lists) instead of the whole model, once
-            for all layers of a kind: a compile time that does not grow with depth.
+        per_layer: compile each repeated layer (the elements of the outermost module lists) instead of the whole model: once
+            for all layers of a kind, so that compile time does not grow with depth. A layer that reads a number of its own,
+            such as its index into a key-value cache, is compiled for itself, up to Dynamo's recompile limit: prefer the whole
+            model there.
         torch_compile_kwargs: passed to ``torch.compile``: dynamic, fullgraph, mode, and options (``mode`` and ``inductor``).
 
     Returns:
-        What ``torch.compile`` returns; with ``per_layer`` the model itself, whose layers are compiled in place - so that
-        transformers' ``generate`` runs them too.
+        The model, compiled in place (or its layers): names stay as they are, and methods such as transformers' ``generate``
+        run the compiled forward. Only a model whose forward is torch.nn's own (``nn.Sequential``) comes back wrapped.
 
     Raises:
         ConfigError: nothing is quantised and nothing was asked for; an option is unknown; no repeated layer was found.
@@ -60,9 +62,10 @@ def compile(
         options["mode"] = kwargs.pop("mode")
     BackendOptions.parse(None, options)  # before anything is converted
     layers = repeated_layers(model) if per_layer else []
-    if per_layer and not layers:
+    if per_layer and (not layers or any(map(_is_built_in, layers))):
         raise ConfigError(
-            f"per_layer: {type(model).__name__} has no module list of two or more equal layers; leave per_layer out"
+            f"per_layer: {type(model).__name__} has no module list of two or more equal layers with a forward of their own; "
+            "leave per_layer out"
         )
     if quantization is not None or quantization_config is not None:
         quantize_(
@@ -81,11 +84,17 @@ def compile(
             "quantization: none was given and the model holds no quantised weight; give one, e.g. 'fp8_per_channel'"
         )
     options.setdefault("guard_filter_fn", keep_guard)
-    if not per_layer:
-        return torch.compile(model, backend="fxquant", options={**options, "signature": signature(model)}, **kwargs)  # type: ignore[return-value]
-    for layer in layers:
-        layer.compile(backend="fxquant", options={**options, "signature": signature(layer)}, **kwargs)
+    if _is_built_in(model):
+        kwargs["options"] = {**options, "signature": signature(model)}
+        return cast(nn.Module, torch.compile(model, backend="fxquant", **kwargs))
+    for module in layers or [model]:
+        module.compile(backend="fxquant", options={**options, "signature": signature(module)}, **kwargs)
     return model
+
+
+def _is_built_in(module: nn.Module) -> bool:
+    """Whether the forward is torch.nn's own: ``module.compile()`` does not reach those, ``torch.compile(module)`` does."""
+    return type(module).forward.__module__.startswith("torch.nn.")
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:

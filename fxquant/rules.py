@@ -148,6 +148,8 @@ def decide(
         else:
             decisions.update(dict.fromkeys(site.layers, outcome))
     stray = unmatched(layers, policy, packed_modules_mapping, aliases, containers) if strict else []
+    if stray:
+        stray.append("(strict=False, on the command line --allow-unmatched, makes a pattern without a match a warning.)")
     if problems or stray:
         at_fault = {name for problem in problems for name in problem.site.layers}
         raise RuleError("\n".join([*_report(problems), *stray]), (name for name in layers if name in at_fault))

