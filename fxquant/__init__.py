@@ -1,7 +1,13 @@
-"""Online quantisation for PyTorch, done by the compiler. Importing it is light: everything is loaded on first use."""
+"""Online quantisation for PyTorch, done by the compiler.
+
+Importing it loads torch and ``QuantizedTensor``, which registers itself for ``torch.load(weights_only=True)``; everything else
+is loaded on first use.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .kernels.quantized_tensor import QuantizedTensor
 
 __version__ = "0.1.0"
 
@@ -10,7 +16,6 @@ _EXPORTS = {
     "FxQuantError": "errors",
     "Plan": "planner",
     "QuantizationConfig": "config",
-    "QuantizedTensor": "kernels.quantized_tensor",
     "Report": "report",
     "RuleError": "errors",
     "UnsupportedError": "errors",
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
     from .config import QuantizationConfig
     from .conversions import refresh
     from .errors import ConfigError, FxQuantError, RuleError, UnsupportedError
-    from .kernels.quantized_tensor import QuantizedTensor
     from .planner import Plan, plan, plan_names
     from .quantize import quantize_
     from .report import Report

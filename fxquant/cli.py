@@ -1,4 +1,4 @@
-"""The ``fxquant`` command: plan, generate, demo. torch and transformers are loaded when a command runs."""
+"""The ``fxquant`` command: plan, generate, demo. transformers and pydantic are loaded when a command runs."""
 
 from __future__ import annotations
 

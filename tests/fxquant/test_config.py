@@ -319,6 +319,6 @@ def test_any_value_is_parsed_or_refused_as_a_config_error(quantization: str | No
 
 
 def test_only_the_parser_brings_in_pydantic() -> None:
-    modules = "fxquant.errors, fxquant.schemes, fxquant.rules, fxquant.plan_names"
+    modules = "fxquant.errors, fxquant.schemes, fxquant.rules, fxquant.planner"
     check = f"import sys, {modules}; assert not any(name.split('.')[0] == 'pydantic' for name in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -184,3 +186,12 @@ def test_multihead_attention_runs_on_a_converted_output_projection(relative_erro
         fxquant.quantize_(module, "fp8_per_channel")
         assert isinstance(module.out_proj.weight, QuantizedTensor)
         assert relative_error(module(x, x, x)[0], expected) < 0.06
+
+
+def test_a_saved_state_dict_loads_after_import_fxquant_alone(tmp_path):
+    model = nn.Linear(16, 16)
+    fxquant.quantize_(model, "fp8_per_channel")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    code = f"import torch, fxquant; print(torch.load({str(tmp_path / 'weights.pt')!r}, weights_only=True)['weight'])"
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "fp8_per_channel_static x fp8_per_token" in printed
