@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import UnsupportedError
-from .kernels.quantized_tensor import QuantizedTensor, WeightSpec
+from .kernels.quantized_tensor import QuantizedTensor
+from .kernels.weight_spec import WeightSpec
 
 _Fingerprint = tuple[int, int | None]
 

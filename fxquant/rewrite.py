@@ -18,7 +18,8 @@ from .conversions import CONVERSIONS
 from .errors import RuleError, UnsupportedError
 from .graph_layers import graph_layers, layer_name
 from .kernels.capability import Problem, choose_linear, device_key
-from .kernels.quantized_tensor import QuantizedTensor, WeightSpec
+from .kernels.quantized_tensor import QuantizedTensor
+from .kernels.weight_spec import WeightSpec
 from .log import log, warn_once
 from .options import BackendOptions
 from .passes.pipeline import run_passes

@@ -11,53 +11,20 @@ It has the original's shape, logical dtype and device; the values live in its co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from . import numerics, ops
 from .errors import UnsupportedError
 from .formats import Scheme, activation_format_named, weight_format_named
 from .read_only import aliased_outputs, is_composite, written_arguments
+from .weight_spec import WeightSpec, dequantized, linear, quantized_components
 from .wrapper_tensor import WrapperTensor
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSpec:
-    """Everything about a quantised weight but its bytes; equal specs can share one compiled graph.
-
-    Args:
-        scheme: formats of the weight and of the activation it is multiplied with.
-        rows, columns: out features N and in features K of the stored matrix (columns are the contraction dimension).
-        dtype: the logical dtype: what dequantising gives.
-        contraction: logical dimension that is contracted: -1 for [N, K] (nn.Linear), -2 for [K, N] (Conv1D, ``weight.t()``).
-        leading: logical leading dimensions over which the one matrix is broadcast (``expand``).
-        backend: kernel family that products use.
-    """
-
-    scheme: Scheme
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    contraction: int = -1
-    leading: tuple[int, ...] = ()
-    backend: str = "auto"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        matrix = (self.rows, self.columns) if self.contraction == -1 else (self.columns, self.rows)
-        return (*self.leading, *matrix)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSpec:
-        return self
-
-    def transposed(self) -> WeightSpec:
-        return replace(self, contraction=-3 - self.contraction)
 
 
 _SPECS: dict[WeightSpec, WeightSpec] = {}
@@ -135,7 +102,7 @@ class QuantizedTensor(WrapperTensor):
             scheme=scheme, rows=rows, columns=columns, dtype=weight.dtype, contraction=contraction, backend=backend
         )
         with torch.inference_mode(False), torch.no_grad():  # a weight made in inference mode can be written outside of it
-            return cls(_quantized_components(weight, spec, reduce_amax), spec)
+            return cls(quantized_components(weight, spec, reduce_amax), spec)
 
     @property
     def components(self) -> list[Tensor]:
@@ -222,7 +189,7 @@ class QuantizedTensor(WrapperTensor):
             )
         if not isinstance(value, QuantizedTensor):
             spec = replace(self.spec, dtype=value.dtype)
-            value = QuantizedTensor(_quantized_components(value.detach(), spec), spec)
+            value = QuantizedTensor(quantized_components(value.detach(), spec), spec)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._hold(value.components, value.spec)
 
@@ -252,44 +219,6 @@ def rebuild_quantized_tensor(
 torch.serialization.add_safe_globals([rebuild_quantized_tensor])
 
 
-def dequantized(components: list[Tensor], spec: WeightSpec, dtype: torch.dtype) -> Tensor:
-    """Float values of a weight given as components, in its logical shape."""
-    values = numerics.dequantize(components, spec.scheme.weight, dtype)
-    if spec.contraction == -2:
-        values = values.mT
-    return values.expand(spec.shape) if spec.leading else values
-
-
-def linear(x: Tensor, components: list[Tensor], spec: WeightSpec, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """``x @ w.T + bias`` under the weight's scheme, x (..., K) -> (..., N), through the two ops of ``ops``."""
-    activation = spec.scheme.activation
-    x_components = [x] if activation is None else torch.ops.fxquant.quantize_activation(x, activation.name)
-    name = ops.NO_ACTIVATION if activation is None else activation.name
-    result: Tensor = torch.ops.fxquant.scaled_mm(
-        x_components, components, bias, name, spec.scheme.weight.name, out_dtype, spec.backend
-    )
-    return result
-
-
-def _quantized_components(
-    values: Tensor, spec: WeightSpec, reduce_amax: Callable[[Tensor], Tensor] | None = None
-) -> list[Tensor]:
-    """Components for float values of the spec's logical shape; refuses values that are not finite."""
-
-    def checked(magnitude: Tensor) -> Tensor:
-        if reduce_amax is not None:
-            magnitude = reduce_amax(magnitude)
-        if magnitude.device.type != "meta" and not bool(magnitude.isfinite().all()):
-            raise UnsupportedError(
-                f"cannot quantise a weight of shape {tuple(values.shape)} to {spec.scheme.weight.name}: it holds NaN or "
-                "infinity; check the checkpoint, or leave the layer as it is (ignore)"
-            )
-        return magnitude
-
-    matrix = values if spec.contraction == -1 else values.mT
-    return [c.contiguous() for c in numerics.quantize(matrix, spec.scheme.weight, checked)]
-
-
 def _dequantized_tree(tree: Any) -> Any:
     return tree_map_only(QuantizedTensor, lambda t: t.dequantize(), tree)
 
@@ -315,7 +244,7 @@ def _write_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wri
                 f"{func} would turn a quantised weight of shape {tuple(original.shape)} into {tuple(values.shape)} in place; "
                 "dequantise it first: w.dequantize()"
             )
-    stored = [_quantized_components(copies[id(t)], t.spec) for t in written]
+    stored = [quantized_components(copies[id(t)], t.spec) for t in written]
     for original, components in zip(written, stored, strict=True):
         for destination, source in zip(original.components, components, strict=True):
             destination.copy_(source)
@@ -365,7 +294,7 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
     else:
         values = source.dequantize() if isinstance(source, QuantizedTensor) else source
         values = values.to(device=self.device, dtype=self.spec.dtype).expand(self.shape)
-        components = _quantized_components(values, self.spec)
+        components = quantized_components(values, self.spec)
     for destination, part in zip(self.components, components, strict=True):
         destination.copy_(part, non_blocking)
     return self

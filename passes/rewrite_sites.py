@@ -16,7 +16,7 @@ from ..kernels import numerics
 from ..kernels.errors import UnsupportedError
 from ..kernels.formats import FORMATS
 from ..kernels.ops import NO_ACTIVATION
-from ..kernels.quantized_tensor import WeightSpec
+from ..kernels.weight_spec import WeightSpec
 from .mutation import storages, view_base, written_operands
 from .weights import Site, WeightUse, sites, value_of, weight_use
 

@@ -13,7 +13,7 @@ import fxquant
 from fxquant import UnsupportedError
 from fxquant.conversions import Conversions
 from fxquant.kernels.formats import FORMATS, Scheme
-from fxquant.kernels.quantized_tensor import WeightSpec
+from fxquant.kernels.weight_spec import WeightSpec
 
 SPEC = WeightSpec(
     scheme=Scheme(weight=FORMATS["fp8_per_channel_static"], activation=FORMATS["fp8_per_token"]),

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from fxquant.kernels.errors import UnsupportedError
 from fxquant.kernels.formats import FORMATS, Scheme
-from fxquant.kernels.quantized_tensor import QuantizedTensor, WeightSpec, dequantized, linear, rebuild_quantized_tensor
+from fxquant.kernels.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 from fxquant.kernels.read_only import ReadOnlyView
+from fxquant.kernels.weight_spec import WeightSpec, dequantized, linear
 
 CHANNEL = Scheme(weight=FORMATS["fp8_per_channel_static"], activation=FORMATS["fp8_per_token"])
 TENSOR = Scheme(weight=FORMATS["fp8_per_tensor_static"], activation=FORMATS["fp8_per_token"])
