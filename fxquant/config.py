@@ -19,7 +19,8 @@ from pydantic import (
 
 from .errors import ConfigError, suggest
 from .kernels.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, Format
-from .rules import Pattern, Policy
+from .patterns import Pattern
+from .rules import Policy
 from .schemes import DEFAULT, ONLINE, SHORTHANDS, SLOTS, WEIGHT_ONLY, DefaultActivation, SchemeRequest, Shorthand, Slot
 
 ACTIVATION_NAMES = (*ACTIVATION_FORMATS, WEIGHT_ONLY)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
-from functools import cached_property
 
 from .errors import ConfigError, RuleError
+from .patterns import Pattern, PatternSet
 from .schemes import SHORTHANDS, SchemeRequest, Slot
 
 LINEAR_KINDS = frozenset({"linear", "qkv", "row", "merged_column"})
@@ -27,43 +26,6 @@ PACKED_MODULES: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Fused name -> the names of its shards, as last components of a layer's name."""
-
-
-@dataclass(frozen=True)
-class Pattern:
-    r"""A pattern over layer names: ``re:...`` is anchored at the start only; anything else is a whole name or a glob.
-
-    Raises:
-        ConfigError: the text after ``re:`` is not a regular expression.
-    """
-
-    text: str
-
-    def __post_init__(self) -> None:
-        try:
-            self._regex  # noqa: B018 - compiled now so that a bad pattern is refused where it is written
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ConfigError(f"'{self.text}' is not a valid regular expression: {error}") from None
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def is_regex(self) -> bool:
-        return self.text.startswith("re:")
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it can only hit the name that it spells."""
-        return not self.is_regex and not any(character in self.text for character in "*?[")
-
-    @cached_property
-    def _regex(self) -> re.Pattern[str]:
-        return re.compile(self.text.removeprefix("re:") if self.is_regex else fnmatch.translate(self.text))
-
-    def matches(self, name: str) -> bool:
-        """Whether it hits this name; case counts."""
-        return (not self.is_regex and self.text == name) or self._regex.match(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +99,7 @@ def decide(
     """
     packed = packed_table(packed_modules_mapping)
     aliases = aliases or {}
-    targets, ignore = _PatternSet(pattern for pattern, _ in policy.targets), _PatternSet(policy.ignore)
+    targets, ignore = PatternSet(pattern for pattern, _ in policy.targets), PatternSet(policy.ignore)
     values = dict(policy.targets)
     decisions: dict[str, Decision] = {}
     problems: list[_Problem] = []
@@ -218,19 +180,6 @@ def packed_table(packed_modules_mapping: Mapping[str, Sequence[str]] | None) -> 
             )
     given = {fused: tuple(shards) for fused, shards in packed_modules_mapping.items()}
     return given | {fused: shards for fused, shards in PACKED_MODULES.items() if fused not in given} if given else {}
-
-
-class _PatternSet:
-    """Patterns with their exact names hashed, since real ignore lists run to thousands of names."""
-
-    def __init__(self, patterns: Iterable[Pattern]) -> None:
-        unique = dict.fromkeys(patterns)
-        self.exact = {pattern.text: pattern for pattern in unique if pattern.is_exact}
-        self.loose = [pattern for pattern in unique if not pattern.is_exact]
-
-    def hits(self, name: str) -> list[Pattern]:
-        exact = [self.exact[name]] if name in self.exact else []
-        return exact + [pattern for pattern in self.loose if pattern.matches(name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +263,7 @@ def _virtual_groups(layers: Mapping[str, str], packed: Mapping[str, tuple[str, .
 
 
 def _decide_site(
-    site: _Site, policy: Policy, targets: _PatternSet, ignore: _PatternSet, values: Mapping[Pattern, str]
+    site: _Site, policy: Policy, targets: PatternSet, ignore: PatternSet, values: Mapping[Pattern, str]
 ) -> Decision | _Problem:
     if site.kind in PROTECTED_KINDS:
         exact = targets.exact.get(site.name)
@@ -348,7 +297,7 @@ def _decide_site(
     return Decision(request=request, rule=rule, fused_name=_through_fused_name(site, targeted))
 
 
-def _look_up(patterns: _PatternSet, site: _Site) -> _Hits:
+def _look_up(patterns: PatternSet, site: _Site) -> _Hits:
     own = {site.name: patterns.hits(site.name)} | {
         alias: [patterns.exact[alias]] for alias in site.aliases if alias in patterns.exact
     }

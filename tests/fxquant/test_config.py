@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fxquant.config import QuantizationConfig, SlotConfig, parse_config, resolve
 from fxquant.errors import ConfigError, FxQuantError
 from fxquant.kernels.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS
-from fxquant.rules import Pattern
+from fxquant.patterns import Pattern
 from fxquant.schemes import DEFAULT, SHORTHANDS, SchemeRequest
 
 REFUSED = {

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from fxquant.config import resolve
 from fxquant.errors import ConfigError, RuleError
+from fxquant.patterns import Pattern
 from fxquant.planner import plan_names
-from fxquant.rules import LINEAR_KINDS, PACKED_MODULES, Decision, Pattern, Policy, decide, unmatched
+from fxquant.rules import LINEAR_KINDS, PACKED_MODULES, Decision, Policy, decide, unmatched
 from fxquant.schemes import SHORTHANDS
 
 ORACLE = json.loads((Path(__file__).parents[1] / "data" / "layer_rules.json").read_text())["cases"]
