@@ -417,3 +417,19 @@ def test_generated_code_fuses_the_quantisation_with_its_producer(llama, relative
     assert any("rsqrt" in name or "pow" in name or "mean" in name for name in quantising), names
     assert any("silu" in name for name in quantising), names
     assert len(quantising) == 4, names  # q/k/v, o, gate/up, down
+
+
+def test_a_change_of_the_kernels_code_invalidates_cached_graphs(monkeypatch, tmp_path):
+    """AOTAutograd caches by the graph, in which our ops are only names."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for digest in ("one", "one", "two"):
+        monkeypatch.setattr("fxquant.backend._code_digest", lambda digest=digest: digest)
+        torch.compiler.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        fxquant.compile(nn.Sequential(nn.Linear(32, 32)), "fp8_per_channel")(torch.randn(2, 32))
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]
