@@ -109,12 +109,17 @@ def generate(
 ) -> None:
     """Load a model, quantise it, print the report, and continue a text greedily."""
     from . import evaluate, models
+    from .compiler import compile as compile_model
     from .config import resolve
     from .quantize import quantize_
 
+    if not prompt:
+        raise ConfigError("--prompt: got an empty text; give at least one word to continue")
     config = merge_configs(quantization_config or ())
     resolve(quantization, config)
     loaded, tokenizer = models.load(model, dtype)
+    if not getattr(loaded, "can_generate", bool)():
+        raise models.ModelError(f"{model}: {type(loaded).__name__} does not generate text; needed is a causal language model")
     report = quantize_(
         loaded,
         quantization,
@@ -126,7 +131,8 @@ def generate(
     )
     typer.echo(f"{report}\n")
     if compiled:
-        loaded.compile(backend="fxquant", dynamic=True)
+        typer.echo("compiling; the first tokens take minutes on a CPU", err=True)
+        compile_model(loaded, dynamic=True)
     typer.echo(prompt + evaluate.continue_greedily(loaded, tokenizer, prompt, max_new_tokens))
 
 

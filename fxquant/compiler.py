@@ -12,6 +12,7 @@ from torch import nn
 from .errors import ConfigError
 from .kernels.quantized_tensor import QuantizedTensor
 from .options import BackendOptions
+from .planner import checked_model
 from .quantize import quantize_
 
 if TYPE_CHECKING:
@@ -60,12 +61,16 @@ def compile(
     options = dict(kwargs.pop("options", None) or {})
     if kwargs.get("mode") is not None:
         options["mode"] = kwargs.pop("mode")
+    for name in ("quantization", "quantization_config"):
+        if name in options:
+            raise ConfigError(f"options[{name!r}]: fxquant.compile takes {name} as an argument of its own")
     BackendOptions.parse(None, options)  # before anything is converted
+    checked_model(model)
     layers = repeated_layers(model) if per_layer else []
     if per_layer and (not layers or any(map(_is_built_in, layers))):
         raise ConfigError(
-            f"per_layer: {type(model).__name__} has no module list of two or more equal layers with a forward of their own; "
-            "leave per_layer out"
+            f"per_layer: {type(model).__name__} has no module list of two or more equal layers that can be compiled in place "
+            "(torch reaches no layer whose forward is torch.nn's own, such as nn.Sequential); leave per_layer out"
         )
     if quantization is not None or quantization_config is not None:
         quantize_(

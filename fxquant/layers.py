@@ -11,6 +11,8 @@ from torch import nn
 from .kernels.quantized_tensor import QuantizedTensor
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_embeddings"})
+PACKED_PROJECTION = "packed projection"
+"""Kind of nn.MultiheadAttention's one matrix for q, k and v, which torch's attention functions read by itself."""
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 
 
@@ -20,7 +22,7 @@ class Layer:
 
     Args:
         name: module path, e.g. ``model.layers.0.self_attn.q_proj``.
-        kind: ``linear``, ``moe``, ``head``, ``router`` or ``embedding``.
+        kind: ``linear``, ``moe``, ``head``, ``router``, ``embedding`` or ``packed projection``.
         rows, columns: out features N and in features K (of one expert).
         contraction: dimension of the parameter that is contracted: -1 (nn.Linear), -2 (Conv1D).
         nbytes: bytes of the weights as they are now; 0 for a head whose weight is the embedding's.
@@ -93,6 +95,11 @@ def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[in
         yield (replace(layer, nbytes=0) if id(weight) in embeddings else layer), weight
     elif is_router(name) and weight is not None and weight.dim() == 2:
         yield _matrix_layer(name, "router", weight, -1), weight
+    elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        yield (
+            _matrix_layer(f"{name}.in_proj_weight".lstrip("."), PACKED_PROJECTION, module.in_proj_weight, -1),
+            module.in_proj_weight,
+        )
     else:
         if type(module).__module__.startswith("torch.nn."):
             return  # convolutions, Bilinear

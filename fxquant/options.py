@@ -87,7 +87,7 @@ class BackendOptions:
             try:
                 patches.update(inductor.list_mode_options(self.mode))  # type: ignore[arg-type]
             except (KeyError, RuntimeError):
-                modes = ["default", *inductor.list_mode_options()]
+                modes = dict.fromkeys(["default", *inductor.list_mode_options()])
                 raise ConfigError(f"unknown mode {self.mode!r}; accepted are {', '.join(modes)}.") from None
         for name, value in self.inductor.items():
             if not _is_inductor_setting(name):

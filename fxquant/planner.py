@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from .errors import ConfigError, RuleError, UnsupportedError, suggest
 from .kernels.capability import FAMILIES, Kernel, Problem, choose_linear, default_activation, device_key
 from .kernels.formats import Scheme
-from .layers import Layer, find_layers
+from .layers import PACKED_PROJECTION, Layer, find_layers
 from .log import log
 from .rules import Decision, Policy, decide, unmatched
 from .schemes import DEFAULT, SchemeRequest
@@ -22,7 +22,9 @@ from .schemes import DEFAULT, SchemeRequest
 if TYPE_CHECKING:
     from .config import QuantizationConfig
 
-PLANNED_KINDS = ("linear", "moe", "head", "router")
+PLANNED_KINDS = ("linear", "moe", "head", "router", PACKED_PROJECTION)
+NO_METHOD = "no method"
+"""How the reason starts where a scheme was chosen that nothing can compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +148,14 @@ class Plan:
 
 
 def group_name(name: str) -> str:
-    """A layer's name without everything up to its last number: ``model.layers.3.mlp.up_proj`` -> ``mlp.up_proj``."""
-    return re.sub(r"^.*\.\d+\.(?=.)|^\d+\.(?=.)", "", name) or "(root)"
+    """A layer's name without everything up to its last number: ``model.layers.3.mlp.up_proj`` -> ``mlp.up_proj``.
+
+    Where nothing but a number would be left the name stays, its other numbers as ``*``: ``blocks.3.1`` -> ``blocks.*.1``.
+    """
+    short = re.sub(r"^.*\.\d+\.(?=.)|^\d+\.(?=.)", "", name)
+    if short.isdigit() and short != name:
+        return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+    return short or "(root)"
 
 
 def outcome(layer: PlannedLayer) -> str:
@@ -197,8 +205,8 @@ def plan(
     """
     from .config import resolve  # brings in pydantic
 
+    model = checked_model(model)
     policy = resolve(quantization, quantization_config)
-    model = getattr(model, "_orig_mod", model)
     return plan_layers(
         find_layers(model),
         policy,
@@ -236,6 +244,19 @@ def plan_names(
 
     decisions = decide(layers, resolve(quantization, quantization_config), packed_modules_mapping, strict)
     return {name: decision.request.weight.name if decision.request else None for name, decision in decisions.items()}
+
+
+def checked_model(model: nn.Module) -> nn.Module:
+    """The module itself, without torch.compile's wrapper.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: got {type(model).__name__} {str(model)[:60]!r}, needed is a torch.nn.Module as first argument"
+        )
+    return cast(nn.Module, getattr(model, "_orig_mod", model))
 
 
 def model_nbytes(model: nn.Module) -> int:
@@ -302,9 +323,9 @@ def _planned(
             return replace(stays, scheme=spec.scheme, rule="quantised already", reason="")
         return stays
     if layer.kind == "moe":
-        return replace(stays, reason="no method: this version of fxquant has no expert kernels")
+        return replace(stays, reason=f"{NO_METHOD}: this version of fxquant has no expert kernels")
     if not layer.dtype.is_floating_point or layer.dtype.itemsize not in (2, 4):
-        return replace(stays, reason=f"no method: the weight is {layer.dtype}, needed is float16, bfloat16 or float32")
+        return replace(stays, reason=f"{NO_METHOD}: the weight is {layer.dtype}, needed is float16, bfloat16 or float32")
     scheme = resolve_activation(decision.request, capability)
     problem = Problem(scheme=scheme, rows=layer.rows, columns=layer.columns, device=device, capability=capability)
     try:
@@ -312,7 +333,7 @@ def _planned(
     except UnsupportedError as error:
         if linear_backend != "auto":
             raise UnsupportedError(f"{layer.name}: {error}") from None
-        return replace(stays, reason=f"no method: {error}")
+        return replace(stays, reason=f"{NO_METHOD}: {error}")
     return replace(stays, scheme=scheme, kernel=kernel, reason="")
 
 

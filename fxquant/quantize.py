@@ -13,7 +13,7 @@ from torch import nn
 from .errors import RuleError, UnsupportedError
 from .kernels.quantized_tensor import QuantizedTensor
 from .log import log
-from .planner import Plan, PlannedLayer, model_nbytes, plan
+from .planner import Plan, PlannedLayer, checked_model, model_nbytes, plan
 from .report import Energy, Report
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def quantize_(
             way already, or a pinned backend cannot serve a layer. Raised before the first weight is converted.
     """
     start = time.perf_counter()
-    model = getattr(model, "_orig_mod", model)
+    model = checked_model(model)
     decided = plan(
         model,
         quantization,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._guards import TracingContext, detect_fake_mode
 
 from .conversions import CONVERSIONS
@@ -24,7 +24,7 @@ from .log import log, warn_once
 from .options import BackendOptions
 from .passes.pipeline import run_passes
 from .passes.rewrite_sites import META_KEY, QuantizedInput
-from .planner import megabytes, plan_layers
+from .planner import NO_METHOD, Plan, megabytes, plan_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +179,24 @@ def _plain_slots(
             )
             index = placeholders.index(node)
             slots.append(Slot(index=index, spec=spec, name=layer.name, plain=True, float_reads=node in embedded))
-    if not slots and not converted and layers:
-        warn_once("fxquant backend: no layer of this graph is quantised:\n  " + "\n  ".join(decided.summary()))
+    if not slots and not converted:
+        _say_nothing_is_quantised(decided, inputs, options)
     _say_originals_stay(slots, inputs)
     return slots
+
+
+def _say_nothing_is_quantised(decided: Plan, inputs: Sequence[Any], options: BackendOptions) -> None:
+    lines = list(decided.summary())
+    if options.strict and any(layer.reason.startswith(NO_METHOD) for layer in decided.layers):
+        raise UnsupportedError(
+            "nothing would be quantised:\n  " + "\n  ".join(lines) + "\nchoose another scheme, or other rules"
+        )
+    if any(isinstance(value, nn.Parameter) and value.dim() == 2 for value in inputs):
+        lines = lines or [
+            "it multiplies with no weight that a rule can reach: a fused call such as PyTorch's fast path of",
+            "  nn.TransformerEncoderLayer (torch.backends.mha.set_fastpath_enabled(False) takes it apart)",
+        ]
+        warn_once("fxquant backend: no layer of this graph is quantised:\n  " + "\n  ".join(lines))
 
 
 def _say_originals_stay(slots: Sequence[Slot], inputs: Sequence[Any]) -> None:

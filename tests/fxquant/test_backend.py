@@ -333,6 +333,18 @@ def test_nothing_quantised_is_said(caplog):
     assert any("no quantization option" in record.message for record in caplog.records)
 
 
+def test_a_fused_call_that_hides_its_weights_is_said(caplog):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 1).eval()
+    with caplog.at_level(logging.WARNING, logger="fxquant"), torch.no_grad():
+        compiled(model, quantization="fp8_per_channel")(torch.randn(2, 5, 64))
+    assert any("no layer of this graph is quantised" in record.message for record in caplog.records)
+
+
+def test_a_scheme_without_a_method_is_refused_as_by_quantize():
+    with pytest.raises(UnsupportedError, match="nothing would be quantised"):
+        compiled(MLP(), quantization="mxfp8")(torch.randn(2, 64, dtype=torch.bfloat16))
+
+
 def test_mode_alone_and_mode_inside_options():
     model, x = MLP(), torch.randn(2, 64, dtype=torch.bfloat16)
     with torch.no_grad():

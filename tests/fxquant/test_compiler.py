@@ -36,6 +36,10 @@ def test_refusals_come_before_conversion():
         fxquant.compile(model, "fp8_per_channel", options={"cudagraphs": True})
     with pytest.raises(ConfigError, match="unknown mode"):
         fxquant.compile(model, "fp8_per_channel", mode="fastest")
+    with pytest.raises(ConfigError, match="argument of its own"):
+        fxquant.compile(model, options={"quantization": "fp8_per_channel"})
+    with pytest.raises(ConfigError, match=r"got str 'llama', needed is a torch\.nn\.Module"):
+        fxquant.compile("llama", "fp8_per_channel")
     with pytest.raises(ConfigError, match="no module list"):
         fxquant.compile(model, "fp8_per_channel", per_layer=True)
     assert not isinstance(model[0].weight, QuantizedTensor)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxquant
 from fxquant.layers import find_layers, is_router
 
 
@@ -73,6 +74,13 @@ def test_layers_that_share_a_parameter_name_their_owner():
     second.weight = first.weight
     model = nn.ModuleDict({"a": first, "b": second, "c": first})
     assert [layer.tied_to for layer in find_layers(model)] == [None, "a", "a"]
+
+
+def test_packed_attention_projections_are_listed_as_staying():
+    plan = fxquant.plan(nn.TransformerEncoderLayer(16, 2, 32), "fp8_per_tensor")
+    reasons = {layer.name: layer.reason for layer in plan.layers}
+    assert reasons["self_attn.in_proj_weight"] == "packed projection"
+    assert reasons["self_attn.out_proj"] == ""
 
 
 def test_parametrised_weights_are_not_layers():

@@ -123,6 +123,8 @@ def test_layers_that_share_a_weight_must_agree():
         ("transformer.h.0.attn.c_attn", "attn.c_attn"),
         ("lm_head", "lm_head"),
         ("0", "0"),
+        ("blocks.3.1", "blocks.*.1"),
+        ("0.2", "*.2"),
         ("blocks.3.mlp.0", "mlp.0"),
         ("", "(root)"),
     ],
