@@ -32,7 +32,7 @@ def fxquant_backend(
     try:
         parsed = BackendOptions.parse(mode, options)
         rewritten = rewrite(gm, example_inputs, parsed)
-        return runner(rewritten, _inductor(rewritten, parsed))
+        return runner(rewritten.calls, _inductor(rewritten, parsed))
     except FxQuantError as error:
         raise _through_dynamo(error) from None
 

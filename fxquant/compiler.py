@@ -130,10 +130,13 @@ def keep_guard(guards: Sequence[Any]) -> list[bool]:
     """Which of Dynamo's guards to check at every call: all but those on quantised parameters.
 
     Those guards look at every inner tensor and cost more than the rest of a call; the backend checks each weight's type and
-    spec itself, and ``signature`` keeps models with other weights apart.
+    spec itself, and ``signature`` keeps models with other weights apart. The guard that two layers share one
+    weight stays: the graph then takes it once.
     """
     quantized = {guard.name for guard in guards if isinstance(guard.value, QuantizedTensor)}
-    return [not any(name in quantized for name in _owners(guard.name)) for guard in guards]
+    return [
+        guard.guard_type == "DUPLICATE_INPUT" or not any(name in quantized for name in _owners(guard.name)) for guard in guards
+    ]
 
 
 def _owners(name: str) -> Iterator[str]:

@@ -37,13 +37,14 @@ def parameter_name(placeholder: fx.Node) -> str | None:
 def layer_name(placeholder: fx.Node) -> str:
     """Name of the layer that owns the parameter, for messages."""
     name = parameter_name(placeholder) or placeholder.name
-    return name.removesuffix("weight").removesuffix(".")
+    parent, _, last = name.rpartition(".")
+    return parent if last == "weight" else name
 
 
 def _module_name(node: fx.Node, placeholder: fx.Node) -> str:
-    """Name of the layer that runs ``node``; the parameter's owner where a function outside of any layer does."""
+    """Name of the layer that runs ``node``; the parameter's own where it is none's ``weight`` or no layer runs."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    if stack:
+    if stack and (parameter_name(placeholder) or "").rpartition(".")[2] == "weight":
         path, kind = stack[-1][:2]
         leaf = isinstance(kind, type) and (issubclass(kind, (nn.Linear, nn.Embedding)) or kind.__name__ == "Conv1D")
         if leaf and isinstance(path, str):

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .kernels.quantized_tensor import QuantizedTensor
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_embeddings"})
 PACKED_PROJECTION = "packed projection"
 """Kind of nn.MultiheadAttention's one matrix for q, k and v, which torch's attention functions read by itself."""
+SHARED_WEIGHT = "weight shared with a module that is no linear layer"
+"""Kind of a linear layer whose weight something else reads too: quantising it would break the tie."""
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 
 
@@ -56,14 +59,23 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D" for cls in type(module).__mro__)
 
 
+def _is_matrix_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of ``model`` that a rule may name, in module order; tied layers appear under each of their names."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    others = {
+        id(p) for m in model.modules() if not _is_matrix_layer(m) for p in m._parameters.values() if p is not None
+    } - embeddings
     heads = {id(head) for head in _output_embeddings(model)}
     layers: list[Layer] = []
     first_owner: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for layer, parameter in _layers_of(name, module, embeddings, heads):
+            if layer.kind == "linear" and id(parameter) in others:
+                layer = replace(layer, kind=SHARED_WEIGHT)
             owner = name if layer.kind == "embedding" else first_owner.setdefault(id(parameter), name)
             layers.append(layer if owner == name else replace(layer, tied_to=owner))
     return layers
@@ -83,11 +95,11 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[int]) -> Iterator[tuple[Layer, nn.Parameter]]:
     weight = module._parameters.get("weight")
-    if isinstance(module, nn.Embedding) and weight is not None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and weight is not None:
         yield _matrix_layer(name, "embedding", weight, -1), weight
-    elif isinstance(module, nn.Linear) or is_conv1d(module):
-        if weight is None or weight.dim() != 2:
-            return  # parametrised: the weight is computed in every forward
+    elif _is_matrix_layer(module):
+        if weight is None or is_lazy(weight) or weight.dim() != 2:
+            return  # parametrised (the weight is computed in every forward), or not initialised yet
         last = name.rpartition(".")[2]
         head = id(weight) in embeddings or id(module) in heads or last in HEAD_NAMES
         kind = "head" if head else "router" if is_router(name) else "linear"

@@ -67,6 +67,10 @@ class BackendOptions:
                     f"{suggest(name, accepted)}"
                 )
         parsed = cls(**{"mode": mode, **given})
+        if not isinstance(parsed.inductor, Mapping):
+            raise ConfigError(f"options['inductor']: got {parsed.inductor!r}, needed is a mapping of Inductor settings")
+        if not isinstance(parsed.strict, bool):
+            raise ConfigError(f"options['strict']: got {parsed.strict!r}, needed is True or False")
         parsed.inductor_patches()
         return parsed
 

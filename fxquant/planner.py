@@ -14,7 +14,7 @@ from torch import nn
 from .errors import ConfigError, RuleError, UnsupportedError, suggest
 from .kernels.capability import FAMILIES, Kernel, Problem, choose_linear, default_activation, device_key
 from .kernels.formats import Scheme
-from .layers import PACKED_PROJECTION, Layer, find_layers
+from .layers import PACKED_PROJECTION, SHARED_WEIGHT, Layer, find_layers
 from .log import log
 from .rules import Decision, Policy, decide, unmatched
 from .schemes import DEFAULT, SchemeRequest
@@ -22,7 +22,8 @@ from .schemes import DEFAULT, SchemeRequest
 if TYPE_CHECKING:
     from .config import QuantizationConfig
 
-PLANNED_KINDS = ("linear", "moe", "head", "router", PACKED_PROJECTION)
+PLANNED_KINDS = ("linear", "moe", "head", "router", PACKED_PROJECTION, SHARED_WEIGHT)
+QUANTIZED_ALREADY = "quantised already"
 NO_METHOD = "no method"
 """How the reason starts where a scheme was chosen that nothing can compute."""
 
@@ -320,7 +321,7 @@ def _planned(
     if decision.request is None:
         if layer.quantized is not None:
             spec = layer.quantized.spec
-            return replace(stays, scheme=spec.scheme, rule="quantised already", reason="")
+            return replace(stays, scheme=spec.scheme, rule=QUANTIZED_ALREADY, reason="")
         return stays
     if layer.kind == "moe":
         return replace(stays, reason=f"{NO_METHOD}: this version of fxquant has no expert kernels")

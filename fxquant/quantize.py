@@ -13,7 +13,8 @@ from torch import nn
 from .errors import RuleError, UnsupportedError
 from .kernels.quantized_tensor import QuantizedTensor
 from .log import log
-from .planner import Plan, PlannedLayer, checked_model, model_nbytes, plan
+from .memory import return_free_memory
+from .planner import QUANTIZED_ALREADY, Plan, PlannedLayer, checked_model, model_nbytes, plan
 from .report import Energy, Report
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def quantize_(
         strict=strict,
         packed_modules_mapping=packed_modules_mapping,
     )
-    to_convert = _check(model, decided)
+    to_convert = _check(model, decided, linear_backend)
     for line in decided.summary():
         log.info("%s", line)
     bytes_before = model_nbytes(model)
@@ -80,7 +81,7 @@ def quantize_(
     )
 
 
-def _check(model: nn.Module, decided: Plan) -> list[PlannedLayer]:
+def _check(model: nn.Module, decided: Plan, linear_backend: str) -> list[PlannedLayer]:
     """The layers still to convert, after every reason to refuse was looked for."""
     if not decided.chosen:
         reasons = "\n".join(f"  {line}" for line in decided.summary()) or "  the model has no linear or expert layer"
@@ -89,10 +90,11 @@ def _check(model: nn.Module, decided: Plan) -> list[PlannedLayer]:
     for layer in decided.chosen:
         quantized = layer.layer.quantized
         if quantized is not None:
-            if layer.rule != "quantised already" and quantized.spec.scheme != layer.scheme:
+            found, asked = quantized.spec.scheme, layer.scheme
+            if layer.rule != QUANTIZED_ALREADY and (found != asked or linear_backend not in ("auto", quantized.spec.backend)):
                 raise RuleError(
-                    f"{layer.name} is quantised as {quantized.spec.scheme} already and the rules ask for {layer.scheme} "
-                    f"({layer.rule}); load the original weights to quantise it another way",
+                    f"{layer.name} is quantised as {found} with backend {quantized.spec.backend} already; {asked} with backend "
+                    f"{linear_backend} is asked for ({layer.rule}); load the original weights to quantise it another way",
                     (layer.name,),
                 )
             continue
@@ -106,7 +108,7 @@ def _check(model: nn.Module, decided: Plan) -> list[PlannedLayer]:
         bounds = torch.stack(torch.aminmax(weight.detach())) if weight.numel() else weight.detach().new_zeros(1)
         if not bool(bounds.isfinite().all()):
             raise UnsupportedError(
-                f"{layer.name}: the weight holds NaN or infinity; check the checkpoint, or leave the layer out: "
+                f"{layer.name or '(root)'}: the weight holds NaN or infinity; check the checkpoint, or leave the layer out: "
                 f'quantization_config={{"ignore": ["{layer.name}"]}}'
             )
     return to_convert
@@ -138,6 +140,7 @@ def _convert(
             parameter, energies[layer.name] = _quantized_parameter(_weight(model, layer), layer, device, linear_backend)
             converted[layer.name] = parameter
         model.get_submodule(layer.name)._parameters[layer.layer.parameters[0]] = parameter
+        return_free_memory()
     return energies
 
 

@@ -47,31 +47,35 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewritten:
-    """A rewritten graph and how to call it.
+class Calls:
+    """How the inputs of a traced graph become those of the rewritten one. Holds no tensor.
 
     Args:
-        gm: the graph; its inputs are the kept inputs of ``traced``, then for each group the first components of all its slots'
-            weights, the second ones, and so on.
-        inputs: example inputs of ``gm``.
         traced: Dynamo's graph as it came.
-        groups: the weights among the inputs of ``traced``, those that are looked up alike together.
-        kept: indices of the inputs of ``traced`` that ``gm`` takes as they are.
+        groups: the weights among its inputs, those that are looked up alike together.
+        kept: indices of the inputs that the rewritten graph takes as they are; behind them come, for each group, the first
+            components of all its slots' weights, the second ones, and so on.
         user_inputs: indices of the float tensors among them that are neither parameter nor buffer.
-        matches: how often each pass matched, by name.
     """
 
-    gm: fx.GraphModule
-    inputs: list[Any]
     traced: fx.GraphModule
     groups: tuple[tuple[Slot, ...], ...]
     kept: tuple[int, ...]
     user_inputs: tuple[int, ...]
-    matches: dict[str, int]
 
     @property
     def slots(self) -> Iterator[Slot]:
         return itertools.chain.from_iterable(self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """A rewritten graph, example inputs of it, how to call it, and how often each pass matched, by name."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    calls: Calls
+    matches: dict[str, int]
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Rewritten:
@@ -86,15 +90,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendO
         if META_KEY in node.meta and not node.meta[META_KEY].float_reads:
             rewritten.graph.erase_node(node)
     rewritten.recompile()
-    return Rewritten(
-        gm=rewritten,
-        inputs=inputs,
-        traced=_copy(gm),
-        groups=groups,
-        kept=tuple(kept),
-        user_inputs=_user_inputs(gm.graph, example_inputs),
-        matches=matches,
-    )
+    calls = Calls(traced=_copy(gm), groups=groups, kept=tuple(kept), user_inputs=_user_inputs(gm.graph, example_inputs))
+    return Rewritten(gm=rewritten, inputs=inputs, calls=calls, matches=matches)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
@@ -157,8 +154,9 @@ def _plain_slots(
         )
     except RuleError as error:
         raise RuleError(
-            f"{error}\n(These are the layers of one compiled graph, named relative to the module given to torch.compile; where "
-            "a model is compiled in parts, fxquant.compile and fxquant.quantize_ see the whole module.)",
+            f"{error}\n(These are the layers of one compiled graph, named relative to the module given to torch.compile "
+            "or, behind a graph break, to the part that goes on. A name may belong to another part: fxquant.compile and fxquant.quantize_ "
+            "see the whole module, where strict=False would judge each part by itself.)",
             error.layers,
         ) from None
     for line in decided.summary():

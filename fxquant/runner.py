@@ -11,24 +11,24 @@ import torch
 from .conversions import CONVERSIONS
 from .errors import UnsupportedError
 from .log import warn_once
-from .rewrite import Rewritten
+from .rewrite import Calls
 
 _record = operator.attrgetter("record")
 
 
-def runner(rewritten: Rewritten, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def runner(calls: Calls, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the traced graph's inputs that calls ``compiled`` with the rewritten graph's.
 
     The checks stand in for the guards on quantised parameters, which ``fxquant.compile`` has Dynamo leave out. They run once
     per call for every weight of the graph, hence the itemgetters, map and zip in place of loops.
     """
-    take_kept, user_inputs = _taker(rewritten.kept), rewritten.user_inputs
+    take_kept, user_inputs = _taker(calls.kept), calls.user_inputs
     stored = [
         (_taker([slot.index for slot in group]), tuple(slot.spec for slot in group))
-        for group in rewritten.groups
+        for group in calls.groups
         if not group[0].plain
     ]
-    copied = [group for group in rewritten.groups if group[0].plain]
+    copied = [group for group in calls.groups if group[0].plain]
 
     def run(*args: Any) -> Any:
         if user_inputs and torch.is_grad_enabled():
@@ -38,9 +38,9 @@ def runner(rewritten: Rewritten, compiled: Callable[..., Any]) -> Callable[..., 
             try:
                 found, *columns = zip(*map(_record, take(args)), strict=True)
             except (AttributeError, ValueError):  # not a QuantizedTensor, or one with other components
-                return _run_eagerly(rewritten, args)
+                return _run_eagerly(calls, args)
             if found != specs:
-                return _run_eagerly(rewritten, args)
+                return _run_eagerly(calls, args)
             for column in columns:
                 inputs += column
         for group in copied:
@@ -76,9 +76,9 @@ def _without_grad(args: tuple[Any, ...], user_inputs: Sequence[int]) -> tuple[An
     return tuple(detached)
 
 
-def _run_eagerly(rewritten: Rewritten, args: tuple[Any, ...]) -> Any:
+def _run_eagerly(calls: Calls, args: tuple[Any, ...]) -> Any:
     """Run the graph as traced, with whatever weights arrive: right, but not compiled."""
-    for slot in rewritten.slots:
+    for slot in calls.slots:
         weight = args[slot.index]
         if tuple(weight.shape) != slot.spec.shape or weight.dtype != slot.spec.dtype:
             raise UnsupportedError(
@@ -90,8 +90,8 @@ def _run_eagerly(rewritten: Rewritten, args: tuple[Any, ...]) -> Any:
         "Compile the model again: torch.compiler.reset(), then fxquant.compile(model)"
     )
     given = list(args)
-    for slot in rewritten.slots:
+    for slot in calls.slots:
         if slot.plain:
             given[slot.index] = CONVERSIONS.get(given[slot.index], slot.spec, slot.name)
     with torch.no_grad():
-        return rewritten.traced(*given)
+        return calls.traced(*given)

@@ -55,7 +55,7 @@ def _one_a_row(scale: Tensor, rows: int) -> Tensor:
 
 def _torch_scaled_mm(x: list[Tensor], weight: list[Tensor], bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """(M, N) through torch._scaled_mm; scales are () or (M, 1) and () or (N, 1)."""
-    xq, x_scale = x
+    xq, x_scale = x[0].contiguous(), x[1]
     wq, w_scale = weight
     if xq.device.type == "cuda" and out_dtype != torch.bfloat16:
         # The row-wise CUDA kernel writes bfloat16 alone: take the plain product in float32 and scale it behind.

@@ -139,6 +139,10 @@ class QuantizedTensor(WrapperTensor):
     ) -> QuantizedTensor:
         return QuantizedTensor([inner[name] for name in spec.scheme.weight.components], spec, outer_stride)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache asks of a subclass, for models that are compiled with plain Inductor."""
+        return repr(self.spec)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -38,17 +39,40 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        for index, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        yield from node.all_input_nodes  # its body is a graph of its own: take it to write to all that it is given
+        return
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        for overload in _overloads(target):
+            for index, argument in enumerate(overload._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    yield from _nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
         return
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or target in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True:
+    if in_place or target in _IN_PLACE_OPERATORS or _asks_for_in_place(node):
         yield from _nodes(node.args[0] if node.args else node.kwargs.get("input"))
     if "out" in node.kwargs:
         yield from _nodes(node.kwargs["out"])
+
+
+def _overloads(target: Any) -> list[Any]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    return [getattr(target, name) for name in target.overloads()]
+
+
+def _asks_for_in_place(node: fx.Node) -> bool:
+    """Whether the call's ``inplace`` argument is true, by name or, as torch.nn's activations pass it, by position."""
+    if "inplace" in node.kwargs:
+        return node.kwargs["inplace"] is True
+    if not callable(node.target):
+        return False
+    try:
+        names = list(inspect.signature(node.target).parameters)
+    except (TypeError, ValueError):  # built-in functions have none; torch spells their in-place twins with an underscore
+        return False
+    return "inplace" in names and names.index("inplace") < len(node.args) and node.args[names.index("inplace")] is True
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -115,3 +117,46 @@ def test_global_configuration_is_left_alone():
     before = inductor.get_config_copy(), dynamo.get_config_copy()
     fxquant.compile(mlp(), "fp8_per_channel", options={"inductor": {"max_autotune": False}})(torch.randn(2, 32))
     assert (inductor.get_config_copy(), dynamo.get_config_copy()) == before
+
+
+@pytest.mark.parametrize("change", ["replaced", "assigned"])
+def test_layers_that_shared_a_weight_and_do_no_longer(change, relative_error):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+
+    x, other = torch.randn(3, 32), nn.Linear(32, 32, bias=False)
+    model = fxquant.compile(Tied(), "fp8_per_channel")
+    model(x)
+    fxquant.quantize_(other, "fp8_per_channel")
+    if change == "replaced":
+        model.b.weight = other.weight
+    else:
+        state = {"a.weight": model.a.weight.clone(), "b.weight": other.weight}
+        model.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        expected = other(torch.tanh(model.a(x)))
+        assert relative_error(model(x), expected) < 0.02
+
+
+@pytest.mark.parametrize("road", ["fxquant.compile", "plain"])
+def test_a_compiled_graph_keeps_neither_inputs_nor_parameters_alive(road):
+    model = nn.Sequential(nn.Linear(32, 32))
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        if road == "plain":
+            compiled = torch.compile(model, backend="fxquant", options={"quantization": "fp8_per_channel"})
+        else:
+            compiled = fxquant.compile(model, "fp8_per_channel")
+        compiled(x)
+        alive = [weakref.ref(x), weakref.ref(model[0].bias)]
+        model[0].bias = nn.Parameter(torch.zeros(32), requires_grad=False)
+        del x
+        compiled(torch.randn(3, 32))
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]

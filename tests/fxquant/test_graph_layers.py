@@ -70,6 +70,19 @@ def test_shared_weights_come_under_each_name(layers_of):
     assert layers_of(model, torch.randn(2, 8)) == {"0": ("linear", -1, None), "1": ("linear", -1, "0")}
 
 
+def test_adapters_of_a_linear_go_by_their_own_names(layers_of):
+    class Adapted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, 8)), nn.Parameter(torch.randn(8, 2))
+
+        def forward(self, x):
+            return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+    found = layers_of(nn.Sequential(Adapted()), torch.randn(2, 8))
+    assert set(found) == {"0", "0.lora_A", "0.lora_B"}
+
+
 def test_tensors_that_a_caller_passes_are_no_layers(layers_of):
     class Functional(nn.Module):
         def forward(self, x, w):

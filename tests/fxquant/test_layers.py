@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxquant
-from fxquant.layers import find_layers, is_router
+from fxquant.layers import SHARED_WEIGHT, find_layers, is_router
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,24 @@ def test_layers_that_share_a_parameter_name_their_owner():
     second.weight = first.weight
     model = nn.ModuleDict({"a": first, "b": second, "c": first})
     assert [layer.tied_to for layer in find_layers(model)] == [None, "a", "a"]
+
+
+def test_a_weight_that_something_else_reads_stays():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(8, 8)
+            self.weight_again = self.proj.weight
+            self.free = nn.Linear(8, 8)
+
+    assert kinds(Reads()) == {"proj": SHARED_WEIGHT, "free": "linear"}
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(8, 4), "out": nn.Linear(4, 8)})
+    model["out"].weight = model["bag"].weight
+    assert kinds(model) == {"bag": "embedding", "out": "head"}
+
+
+def test_layers_that_are_not_initialised_yet_are_no_candidates():
+    assert kinds(nn.ModuleDict({"a": nn.LazyLinear(8), "b": nn.Linear(8, 8)})) == {"b": "linear"}
 
 
 def test_packed_attention_projections_are_listed_as_staying():

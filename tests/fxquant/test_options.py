@@ -31,7 +31,9 @@ def test_no_policy_without_quantization():
     assert BackendOptions(quantization="fp8_per_tensor").policy().linear.weight.name == "fp8_per_tensor_static"
 
 
-@pytest.mark.parametrize("options", [{"signatur": 1}, {"inductor": {"freezing": True}}, {"mode": "quick"}])
+@pytest.mark.parametrize(
+    "options", [{"strict": "no"}, {"inductor": ["a"]}, {"signatur": 1}, {"inductor": {"freezing": True}}, {"mode": "quick"}]
+)
 def test_refusals(options):
     with pytest.raises(ConfigError):
         BackendOptions.parse(None, options)

@@ -66,8 +66,10 @@ def test_the_same_configuration_again_changes_nothing_and_another_is_an_error(ll
     report = fxquant.quantize_(model, "fp8_per_channel")
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert not report.energies
-    with pytest.raises(RuleError, match="quantised as fp8_per_channel_static x fp8_per_token already"):
+    with pytest.raises(RuleError, match="quantised as fp8_per_channel_static x fp8_per_token with backend auto already"):
         fxquant.quantize_(model, "fp8_per_block")
+    with pytest.raises(RuleError, match="with backend reference is asked for"):
+        fxquant.quantize_(model, "fp8_per_channel", linear_backend="reference")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -44,7 +44,7 @@ def test_components_stand_behind_the_kept_inputs_column_by_column(rewritten_grap
     assert len(names) == 2 + 4
     assert [name.rpartition("_")[2] for name in names[2:]] == ["qdata", "qdata", "scale", "scale"]
     assert [tuple(x.shape) for x in graph.inputs[2:]] == [(16, 16), (16, 16), (16, 1), (16, 1)]
-    assert [slot.name for slot in graph.slots] == ["0", "1"]
+    assert [slot.name for slot in graph.calls.slots] == ["0", "1"]
 
 
 def test_components_are_static_inputs_with_a_source(rewritten_graph):
@@ -91,4 +91,4 @@ def test_only_float_inputs_of_the_caller_are_user_inputs(rewritten_graph):
     model = Model()
     fxquant.quantize_(model, "fp8_per_tensor")
     graph = rewritten_graph(model, torch.arange(16), torch.randn(2, 16))
-    assert len(graph.user_inputs) == 1
+    assert len(graph.calls.user_inputs) == 1

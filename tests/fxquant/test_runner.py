@@ -35,16 +35,16 @@ def traced() -> tuple[nn.Linear, Rewritten]:
 
 def arguments(graph: Rewritten, x: torch.Tensor, weight: Any) -> list[Any]:
     """Inputs of the traced graph with this activation and weight."""
-    (slot,) = graph.slots
-    given: list[Any] = [None] * (len(graph.kept) + 1)
-    given[slot.index], given[graph.kept[0]] = weight, x
+    (slot,) = graph.calls.slots
+    given: list[Any] = [None] * (len(graph.calls.kept) + 1)
+    given[slot.index], given[graph.calls.kept[0]] = weight, x
     return given
 
 
 def test_components_are_handed_over_in_order(traced):
     module, graph = traced
     x = torch.randn(3, 16)
-    assert runner(graph, lambda *inputs: inputs)(*arguments(graph, x, module.weight)) == (
+    assert runner(graph.calls, lambda *inputs: inputs)(*arguments(graph, x, module.weight)) == (
         x,
         module.weight.qdata,
         module.weight.scale,
@@ -54,7 +54,7 @@ def test_components_are_handed_over_in_order(traced):
 def test_an_equal_spec_is_enough(traced):
     module, graph = traced
     other = QuantizedTensor.from_float(torch.randn(32, 16), module.weight.spec.scheme)
-    _, qdata, _ = runner(graph, lambda *inputs: inputs)(*arguments(graph, torch.randn(3, 16), other))
+    _, qdata, _ = runner(graph.calls, lambda *inputs: inputs)(*arguments(graph, torch.randn(3, 16), other))
     assert qdata is other.qdata
 
 
@@ -68,7 +68,7 @@ def test_other_weights_run_the_graph_as_traced(traced, kind):
     def never(*inputs: Any) -> None:
         raise AssertionError("the compiled graph is for another format")
 
-    (result,) = runner(graph, never)(*arguments(graph, x, weight))
+    (result,) = runner(graph.calls, never)(*arguments(graph, x, weight))
     assert torch.equal(result, torch.nn.functional.linear(x, weight))
 
 
@@ -76,12 +76,12 @@ def test_another_shape_is_refused(traced):
     module, graph = traced
     weight = QuantizedTensor.from_float(torch.randn(8, 16), module.weight.spec.scheme)
     with pytest.raises(UnsupportedError, match=r"weight of shape \(32, 16\).*\(8, 16\)"):
-        runner(graph, lambda *inputs: inputs)(*arguments(graph, torch.randn(3, 16), weight))
+        runner(graph.calls, lambda *inputs: inputs)(*arguments(graph, torch.randn(3, 16), weight))
 
 
 def test_gradients_are_refused_for_leaves_and_dropped_for_others(traced):
     module, graph = traced
-    call = runner(graph, lambda *inputs: inputs)
+    call = runner(graph.calls, lambda *inputs: inputs)
     leaf = torch.randn(3, 16, requires_grad=True)
     with pytest.raises(UnsupportedError, match="inference only"):
         call(*arguments(graph, leaf, module.weight))

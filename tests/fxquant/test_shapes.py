@@ -167,3 +167,13 @@ def test_outliers_and_sparse_weights(scheme, call, relative_error):
         got = call(model)(x)
     assert got.isfinite().all()
     assert relative_error(got, F.linear(x, exact)) < 0.08
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiled_with_inputs_that_are_not_row_major(scheme, relative_error):
+    model = nn.Sequential(nn.Linear(60, 40))
+    fxquant.quantize_(model, scheme)
+    compiled = fxquant.compile(model)
+    with torch.no_grad():
+        for x in (torch.randn(60, 9).t(), torch.randn(9, 120)[:, ::2], torch.randn(300).as_strided((9, 60), (7, 1))):
+            assert relative_error(compiled(x), reference(model[0], x)) < 1e-5

@@ -23,7 +23,7 @@ def rewrite_and_run() -> Callable[..., tuple[Any, Rewritten]]:
 
         def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             graphs.append(rewrite(gm, inputs, BackendOptions.parse(None, options)))
-            return runner(graphs[-1], graphs[-1].gm)
+            return runner(graphs[-1].calls, graphs[-1].gm)
 
         torch.compiler.reset()
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 
 import pytest
@@ -39,6 +40,29 @@ def test_out_and_inplace_keywords_write():
     x, y = graph.placeholder("x"), graph.placeholder("y")
     assert list(written_operands(graph.call_function(torch.add, (x, x), {"out": y}))) == [y]
     assert list(written_operands(graph.call_function(torch.nn.functional.relu, (x,), {"inplace": True}))) == [x]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.nn.functional.hardtanh, torch.nn.functional.elu, torch.nn.functional.leaky_relu, torch.nn.functional.hardswish],
+)
+def test_inplace_by_position_writes(target):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    names = list(inspect.signature(target).parameters)
+    defaults = [inspect.signature(target).parameters[name].default for name in names[1:]]
+    for asked in (True, False):
+        arguments = [asked if name == "inplace" else value for name, value in zip(names[1:], defaults, strict=True)]
+        assert list(written_operands(graph.call_function(target, (x, *arguments)))) == ([x] if asked else [])
+
+
+def test_packets_write_as_their_overloads_and_higher_order_ops_may_write_all():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    assert list(written_operands(graph.call_function(torch.ops.aten.add_, (x, y)))).count(x)
+    assert not list(written_operands(graph.call_function(torch.ops.aten.add, (x, y))))
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    assert list(written_operands(graph.call_function(checkpoint, (x, y)))) == [x, y]
 
 
 def test_views_share_storage_and_lead_to_their_base():

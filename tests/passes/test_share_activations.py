@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,18 @@ class WrittenElsewhere(Siblings):
         return first.mul_(2) + self.b(x) + self.c(x)
 
 
+class WrittenByAnActivation(Siblings):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Hardtanh(-0.1, 0.1, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        first = self.a(x)
+        self.act(x)
+        return first + self.b(x) + self.c(x)
+
+
 class OtherInput(Siblings):
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) + self.b(x + 1) + self.c(x)
@@ -51,8 +64,9 @@ def test_siblings_share(rewrite_and_run, relative_error, count_ops):
     assert count_ops(graph.gm.graph)["quantize_activation"] == 1
 
 
-def test_a_write_in_between_keeps_them_apart(rewrite_and_run, relative_error, count_ops):
-    graph = run(WrittenBetween(), rewrite_and_run, relative_error)
+@pytest.mark.parametrize("module", [WrittenBetween, WrittenByAnActivation])
+def test_a_write_in_between_keeps_them_apart(module, rewrite_and_run, relative_error, count_ops):
+    graph = run(module(), rewrite_and_run, relative_error)
     assert count_ops(graph.gm.graph)["quantize_activation"] == 2
 
 
