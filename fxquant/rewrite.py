@@ -22,6 +22,7 @@ from .kernels.quantized_tensor import QuantizedTensor
 from .kernels.weight_spec import WeightSpec
 from .log import log, warn_once
 from .options import BackendOptions
+from .passes.inline_checkpoints import inline_checkpoints
 from .passes.pipeline import run_passes
 from .passes.rewrite_sites import META_KEY, QuantizedInput
 from .planner import NO_METHOD, Plan, megabytes, plan_layers
@@ -80,8 +81,11 @@ class Rewritten:
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Rewritten:
     """Rewrite a copy of Dynamo's graph; raises as ``fxquant_backend`` does."""
-    slots = _find_slots(gm.graph, example_inputs, options)
-    rewritten = _copy(gm)
+    traced = _copy(gm)
+    inline_checkpoints(traced)
+    traced.recompile()
+    slots = _find_slots(traced.graph, example_inputs, options)
+    rewritten = _copy(traced)
     weights = {slot.index: _weight(slot, example_inputs[slot.index]) for slot in slots}
     groups = _groups(slots)
     kept, inputs = _swap_inputs(rewritten.graph, example_inputs, groups, weights, options)
@@ -90,7 +94,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendO
         if META_KEY in node.meta and not node.meta[META_KEY].float_reads:
             rewritten.graph.erase_node(node)
     rewritten.recompile()
-    calls = Calls(traced=_copy(gm), groups=groups, kept=tuple(kept), user_inputs=_user_inputs(gm.graph, example_inputs))
+    calls = Calls(traced=traced, groups=groups, kept=tuple(kept), user_inputs=_user_inputs(traced.graph, example_inputs))
     return Rewritten(gm=rewritten, inputs=inputs, calls=calls, matches=matches)
 
 
@@ -155,8 +159,8 @@ def _plain_slots(
     except RuleError as error:
         raise RuleError(
             f"{error}\n(These are the layers of one compiled graph, named relative to the module given to torch.compile "
-            "or, behind a graph break, to the part that goes on. A name may belong to another part: fxquant.compile and fxquant.quantize_ "
-            "see the whole module, where strict=False would judge each part by itself.)",
+            "or, behind a graph break, to the part that goes on. A name may belong to another part: fxquant.compile and "
+            "fxquant.quantize_ see the whole module, where strict=False would judge each part by itself.)",
             error.layers,
         ) from None
     for line in decided.summary():
