@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .kernels.quantized_tensor import QuantizedTensor
-from .layers import HEAD_NAMES, Layer, is_router
+from .layers import HEAD_NAMES, Layer, is_router, matrix_layer
 from .passes.weights import sites
 
 _STEP = re.compile(r"\._modules\['([^']+)'\]|\._(?:parameters|buffers)\['([^']+)'\]")
@@ -78,24 +79,9 @@ def graph_layers(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[Layer, fx
         head = source in embedded or name.rpartition(".")[2] in HEAD_NAMES
         kind = "head" if head else "router" if is_router(name) else "linear"
         owner = owners.setdefault(source, name)
-        tied_to = None if owner == name else owner
-        found.setdefault((name, source), _layer(name, kind, placeholders[source], site.contraction, tied_to))
+        layer = matrix_layer(name, kind, placeholders[source], site.contraction)
+        found.setdefault((name, source), layer if owner == name else replace(layer, tied_to=owner))
     for node, source in embeddings:
         name = _module_name(node, source)
-        found.setdefault((name, source), _layer(name, "embedding", placeholders[source], -1, None))
+        found.setdefault((name, source), matrix_layer(name, "embedding", placeholders[source], -1))
     return [(layer, source) for (_, source), layer in found.items()]
-
-
-def _layer(name: str, kind: str, weight: Tensor, contraction: int, tied_to: str | None) -> Layer:
-    rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
-    return Layer(
-        name=name,
-        kind=kind,
-        rows=rows,
-        columns=columns,
-        contraction=contraction,
-        nbytes=weight.numel() * weight.itemsize,
-        device=weight.device,
-        dtype=weight.dtype,
-        tied_to=tied_to,
-    )

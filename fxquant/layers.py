@@ -59,16 +59,14 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D" for cls in type(module).__mro__)
 
 
-def _is_matrix_layer(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of ``model`` that a rule may name, in module order; tied layers appear under each of their names."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    others = {
-        id(p) for m in model.modules() if not _is_matrix_layer(m) for p in m._parameters.values() if p is not None
-    } - embeddings
+    others = {id(p) for m in model.modules() if not _is_linear(m) for p in m._parameters.values() if p is not None} - embeddings
     heads = {id(head) for head in _output_embeddings(model)}
     layers: list[Layer] = []
     first_owner: dict[int, str] = {}
@@ -96,22 +94,20 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[int]) -> Iterator[tuple[Layer, nn.Parameter]]:
     weight = module._parameters.get("weight")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and weight is not None:
-        yield _matrix_layer(name, "embedding", weight, -1), weight
-    elif _is_matrix_layer(module):
+        yield matrix_layer(name, "embedding", weight, -1), weight
+    elif _is_linear(module):
         if weight is None or is_lazy(weight) or weight.dim() != 2:
             return  # parametrised (the weight is computed in every forward), or not initialised yet
         last = name.rpartition(".")[2]
         head = id(weight) in embeddings or id(module) in heads or last in HEAD_NAMES
         kind = "head" if head else "router" if is_router(name) else "linear"
-        layer = _matrix_layer(name, kind, weight, -2 if is_conv1d(module) else -1)
+        layer = matrix_layer(name, kind, weight, -2 if is_conv1d(module) else -1)
         yield (replace(layer, nbytes=0) if id(weight) in embeddings else layer), weight
     elif is_router(name) and weight is not None and weight.dim() == 2:
-        yield _matrix_layer(name, "router", weight, -1), weight
+        yield matrix_layer(name, "router", weight, -1), weight
     elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-        yield (
-            _matrix_layer(f"{name}.in_proj_weight".lstrip("."), PACKED_PROJECTION, module.in_proj_weight, -1),
-            module.in_proj_weight,
-        )
+        packed = module.in_proj_weight
+        yield matrix_layer(f"{name}.in_proj_weight".lstrip("."), PACKED_PROJECTION, packed, -1), packed
     else:
         if type(module).__module__.startswith("torch.nn."):
             return  # convolutions, Bilinear
@@ -134,7 +130,8 @@ def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[in
             )
 
 
-def _matrix_layer(name: str, kind: str, weight: nn.Parameter, contraction: int) -> Layer:
+def matrix_layer(name: str, kind: str, weight: torch.Tensor, contraction: int) -> Layer:
+    """The layer of a 2-D weight, quantised already or not."""
     rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
     quantized = weight if isinstance(weight, QuantizedTensor) else None
     return Layer(
