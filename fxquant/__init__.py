@@ -20,10 +20,12 @@ _EXPORTS = {
     "RuleError": "errors",
     "UnsupportedError": "errors",
     "compile": "compiler",
+    "flatten_state_dict": "state_dict",
     "plan": "planner",
     "plan_names": "planner",
     "quantize_": "quantize",
     "refresh": "conversions",
+    "unflatten_state_dict": "state_dict",
 }
 
 __all__ = [
@@ -37,10 +39,12 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "compile",
+    "flatten_state_dict",
     "plan",
     "plan_names",
     "quantize_",
     "refresh",
+    "unflatten_state_dict",
 ]
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from .planner import Plan, plan, plan_names
     from .quantize import quantize_
     from .report import Report
+    from .state_dict import flatten_state_dict, unflatten_state_dict
 
 
 def __getattr__(name: str) -> Any:

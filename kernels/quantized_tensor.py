@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .errors import UnsupportedError
-from .formats import Scheme, activation_format_named, weight_format_named
+from .formats import Scheme, weight_format_named
 from .read_only import aliased_outputs, is_composite, written_arguments
 from .weight_spec import WeightSpec, dequantized, linear, quantized_components
 from .wrapper_tensor import WrapperTensor
@@ -171,9 +171,7 @@ class QuantizedTensor(WrapperTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch cannot pickle a float8 Parameter; the raw bytes travel as uint8.
         raw = [c.view(torch.uint8) if c.dtype.itemsize == 1 else c for c in self.components]
-        scheme = (self.spec.scheme.weight.name, self.spec.scheme.activation.name if self.spec.scheme.activation else None)
-        fields = {name: getattr(self.spec, name) for name in ("rows", "columns", "dtype", "contraction", "leading", "backend")}
-        return rebuild_quantized_tensor, (raw, scheme, fields, self.stride(), isinstance(self, torch.nn.Parameter))
+        return rebuild_quantized_tensor, (raw, self.spec.to_dict(), self.stride(), isinstance(self, torch.nn.Parameter))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.spec
@@ -206,17 +204,15 @@ class QuantizedTensor(WrapperTensor):
 
 def rebuild_quantized_tensor(
     raw: list[Tensor],
-    scheme_names: tuple[str, str | None],
     fields: dict[str, Any],
     stride: tuple[int, ...],
     is_parameter: bool,
 ) -> Tensor:
     """Inverse of ``QuantizedTensor.__reduce_ex__``; listed as a safe global for ``torch.load(weights_only=True)``."""
-    weight, activation = scheme_names
-    scheme = Scheme(weight=weight_format_named(weight), activation=activation_format_named(activation) if activation else None)
-    dtypes = (scheme.weight.qdata_dtype, scheme.weight.scale_dtype, torch.float32)
+    spec = WeightSpec.from_dict(fields)
+    dtypes = (spec.scheme.weight.qdata_dtype, spec.scheme.weight.scale_dtype, torch.float32)
     components = [part.view(dtype) for part, dtype in zip(raw, dtypes, strict=False)]
-    tensor = QuantizedTensor(components, WeightSpec(scheme=scheme, **fields), stride)
+    tensor = QuantizedTensor(components, spec, stride)
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 

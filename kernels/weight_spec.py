@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import numerics, ops
 from .errors import UnsupportedError
-from .formats import Scheme
+from .formats import Scheme, activation_format_named, weight_format_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,34 @@ class WeightSpec:
     def shape(self) -> tuple[int, ...]:
         matrix = (self.rows, self.columns) if self.contraction == -1 else (self.columns, self.rows)
         return (*self.leading, *matrix)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as strings, numbers and lists, for files; ``from_dict`` is the inverse."""
+        activation = self.scheme.activation
+        return {
+            "weight": self.scheme.weight.name,
+            "activation": activation.name if activation else None,
+            "rows": self.rows,
+            "columns": self.columns,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "contraction": self.contraction,
+            "leading": list(self.leading),
+            "backend": self.backend,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> WeightSpec:
+        """The spec that ``to_dict`` described.
+
+        Raises:
+            UnsupportedError: a format that this version does not know.
+        """
+        given = dict(fields)
+        weight, activation = weight_format_named(given.pop("weight")), given.pop("activation")
+        given["dtype"], given["leading"] = getattr(torch, given["dtype"]), tuple(given["leading"])
+        return cls(
+            scheme=Scheme(weight=weight, activation=activation_format_named(activation) if activation else None), **given
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSpec:
         return self

@@ -547,10 +547,10 @@ def test_loading_in_a_process_that_only_imports_the_package(tmp_path):
 
 def test_a_forged_format_name_is_refused():
     weight = make()
-    function, (raw, _, fields, stride, is_parameter) = weight.__reduce_ex__(2)
+    function, (raw, fields, stride, is_parameter) = weight.__reduce_ex__(2)
     assert function is rebuild_quantized_tensor
     with pytest.raises(UnsupportedError, match="weight format 'fp9' does not exist"):
-        rebuild_quantized_tensor(raw, ("fp9", None), fields, stride, is_parameter)
+        rebuild_quantized_tensor(raw, {**fields, "weight": "fp9"}, stride, is_parameter)
 
 
 @pytest.mark.parametrize("assign", [True, False])
