@@ -53,6 +53,13 @@ class PlannedLayer:
         return self.layer.name
 
     @property
+    def because(self) -> str:
+        """The rule that chose the scheme, and the fused name that it went through; the reason where the layer stays."""
+        if self.scheme is None:
+            return self.reason
+        return f"{self.rule} through {group_name(self.fused_name)}" if self.fused_name else self.rule
+
+    @property
     def bytes_before(self) -> int:
         return 0 if self.layer.tied_to else self.layer.nbytes
 
@@ -118,13 +125,12 @@ class Plan:
         rows = [("layers", "count", "weight x activation", "rule", "kernel", "MB before", "after")]
         for (group, _), layers in self.groups().items():
             first = layers[0]
-            through = f" through {group_name(first.fused_name)}" if first.fused_name else ""
             rows.append(
                 (
                     group,
                     str(len(layers)),
                     str(first.scheme) if first.scheme else "-",
-                    first.rule + through if first.scheme else first.reason,
+                    first.because,
                     str(first.kernel) if first.kernel else "-",
                     megabytes(sum(layer.bytes_before for layer in layers)),
                     megabytes(sum(layer.bytes_after for layer in layers)),
@@ -161,10 +167,7 @@ def group_name(name: str) -> str:
 
 def outcome(layer: PlannedLayer) -> str:
     """What happens to a layer and by which rule, in a phrase."""
-    if layer.scheme is None:
-        return f"stays: {layer.reason}"
-    through = f" through {group_name(layer.fused_name)}" if layer.fused_name else ""
-    return f"{layer.rule}{through}"
+    return layer.because if layer.scheme is not None else f"stays: {layer.because}"
 
 
 def megabytes(count: int) -> str:

@@ -40,6 +40,12 @@ class Problem:
     device: str = "cpu"
     capability: tuple[int, int] | None = None
 
+    @classmethod
+    def on(cls, device: torch.device, scheme: Scheme, rows: int, columns: int) -> Problem:
+        """The problem on this device."""
+        kind, capability = device_key(device)
+        return cls(scheme=scheme, rows=rows, columns=columns, device=kind, capability=capability)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:

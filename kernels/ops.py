@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import numerics
-from .capability import Problem, choose_linear, device_key
+from .capability import Problem, choose_linear
 from .errors import UnsupportedError
 from .formats import WHOLE, Scheme, activation_format_named, weight_format_named
 
@@ -117,9 +117,7 @@ def scaled_mm(
         activation=None if activation == NO_ACTIVATION else activation_format_named(activation),
     )
     rows, columns = weight[0].shape[0], x[0].shape[-1]
-    device, capability = device_key(x[0].device)
-    problem = Problem(scheme=scheme, rows=rows, columns=columns, device=device, capability=capability)
-    kernel = choose_linear(problem, backend)
+    kernel = choose_linear(Problem.on(x[0].device, scheme, rows, columns), backend)
     if columns != weight[0].shape[-1]:
         raise UnsupportedError(
             f"the activation has K={columns}, the weight N={rows}, K={weight[0].shape[-1]}; K must be the same"

@@ -39,9 +39,6 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return
     target: Any = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        yield from node.all_input_nodes  # its body is a graph of its own: take it to write to all that it is given
-        return
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         for overload in _overloads(target):
             for index, argument in enumerate(overload._schema.arguments):
@@ -54,6 +51,14 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
         yield from _nodes(node.args[0] if node.args else node.kwargs.get("input"))
     if "out" in node.kwargs:
         yield from _nodes(node.kwargs["out"])
+
+
+def perhaps_written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operand nodes that ``node`` writes to, or may write to: those of a higher-order op, whose body is not looked into."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        yield from node.all_input_nodes
+    else:
+        yield from written_operands(node)
 
 
 def _overloads(target: Any) -> list[Any]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .mutation import storages, written_operands
+from .mutation import perhaps_written_operands, storages
 
 
 def share_activations(graph: fx.Graph) -> int:
     """Merge equal ``quantize_activation`` nodes in place; returns the number of nodes removed.
 
-    A write to the activation between two of them keeps them apart.
+    A write to the activation between two of them, or what may be one, keeps them apart.
     """
     removed = 0
     current: dict[tuple[object, object], fx.Node] = {}
     for node in list(graph.nodes):
-        written = {storage for operand in written_operands(node) for storage in storages(operand)}
+        written = {storage for operand in perhaps_written_operands(node) for storage in storages(operand)}
         if written:
             current = {key: first for key, first in current.items() if not written & storages(first.args[0])}  # type: ignore[arg-type]
         if node.op != "call_function" or node.target is not torch.ops.fxquant.quantize_activation.default:

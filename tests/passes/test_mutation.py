@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxquant.passes.mutation import storages, view_base, written_operands
+from fxquant.passes.mutation import perhaps_written_operands, storages, view_base, written_operands
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,9 @@ def test_packets_write_as_their_overloads_and_higher_order_ops_may_write_all():
     assert list(written_operands(graph.call_function(torch.ops.aten.add_, (x, y)))).count(x)
     assert not list(written_operands(graph.call_function(torch.ops.aten.add, (x, y))))
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint
-    assert list(written_operands(graph.call_function(checkpoint, (x, y)))) == [x, y]
+    assert list(perhaps_written_operands(graph.call_function(checkpoint, (x, y)))) == [x, y]
+    assert list(written_operands(graph.call_function(checkpoint, (x, y)))) == []
+    assert list(perhaps_written_operands(graph.call_method("mul_", (x, y)))) == [x]
 
 
 def test_views_share_storage_and_lead_to_their_base():

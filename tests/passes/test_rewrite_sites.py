@@ -110,6 +110,23 @@ def test_other_reads_dequantise(read, rewrite_and_run, count_ops, relative_error
     assert relative_error(got, module(x)) < 1e-5
 
 
+def test_a_branch_reads_its_weights_dequantised(rewrite_and_run, count_ops):
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.cond(x.sum() > 0, self.a, lambda x: torch.sin(self.a(x)), (x,)))
+
+    module, x = Branches(), torch.rand(2, WIDTH)
+    fxquant.quantize_(module, "fp8_per_channel")
+    got, graph = rewrite_and_run(module, x)
+    assert count_ops(graph.gm.graph) == {"quantize_activation": 1, "scaled_mm": 1, "dequantize_weight": 1}
+    inner = F.linear(x, module.a.weight.dequantize(), module.a.bias)
+    torch.testing.assert_close(got, module.b(inner), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("config", [{"linear": {"weight": "fp8_per_channel_static", "activation": "none"}}])
 def test_weight_only_products_have_no_activation_quantisation(config, rewrite_and_run, count_ops, relative_error):
     module, x = Forms("module"), torch.randn(2, WIDTH)
