@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, RuleError, UnsupportedError, suggest
-from .kernels.capability import FAMILIES, Kernel, Problem, choose_linear, default_activation, device_key
+from .kernels.capability import FAMILIES, Kernel, Problem, choose, default_activation, device_key
 from .kernels.formats import Scheme
 from .layers import PACKED_PROJECTION, SHARED_WEIGHT, Layer, find_layers
 from .log import log
@@ -333,7 +333,7 @@ def _planned(
     scheme = resolve_activation(decision.request, capability)
     problem = Problem(scheme=scheme, rows=layer.rows, columns=layer.columns, device=device, capability=capability)
     try:
-        kernel = choose_linear(problem, linear_backend)
+        kernel = choose(problem, linear_backend)
     except UnsupportedError as error:
         if linear_backend != "auto":
             raise UnsupportedError(f"{layer.name}: {error}") from None

@@ -17,7 +17,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from .conversions import CONVERSIONS
 from .errors import RuleError, UnsupportedError
 from .graph_layers import graph_layers, layer_name
-from .kernels.capability import Problem, choose_linear
+from .kernels.capability import Problem, choose
 from .kernels.quantized_tensor import QuantizedTensor
 from .kernels.weight_spec import WeightSpec
 from .log import log, warn_once
@@ -260,7 +260,7 @@ def _with_backend(slot: Slot, weight: QuantizedTensor, family: str) -> WeightSpe
     """The slot's spec with the kernel family that the options pin, checked."""
     spec = slot.spec if family == "auto" else replace(slot.spec, backend=family)
     try:
-        choose_linear(Problem.on(weight.device, spec.scheme, spec.rows, spec.columns), spec.backend)
+        choose(Problem.on(weight.device, spec.scheme, spec.rows, spec.columns), spec.backend)
     except UnsupportedError as error:
         raise UnsupportedError(f"{slot.name}: {error}") from None
     return spec

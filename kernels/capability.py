@@ -1,19 +1,19 @@
 """The one table that says which kernel serves a scheme on a device, or why none can.
 
 Decided before any weight moves; everything that prints or picks a kernel asks here. A kernel is described by name; the ops
-(``ops.py``) hold the code. Adding a kernel is a function here and an entry in ``_LINEAR``.
+(``ops.py``) hold the code. Adding a kernel is a function here and an entry in ``_TABLE``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .errors import UnsupportedError
-from .formats import FORMATS, Format, Scheme
-from .numerics import has_numerics
+from .formats import FORMATS, Format, Scheme, defined_activations
 
 FAMILIES = ("auto", "torch", "triton", "reference")
 """What ``linear_backend`` and ``moe_backend`` accept."""
@@ -21,15 +21,20 @@ FAMILIES = ("auto", "torch", "triton", "reference")
 NATIVE_MX_CAPABILITY = (10, 0)
 FP8_GEMM_CAPABILITY = (8, 9)
 ROW_WISE_ON_CPU = "2.13"
+SCALED_MM = "torch._scaled_mm"
+INT8_PACK = "torch._weight_int8pack_mm"
+"""What a kernel of the torch family runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One weight's matrix product: y = x @ w.T with w of shape (rows, columns).
+    """One weight's matrix product: y = x @ w.T with w of shape (rows, columns), or grouped over ``experts`` such matrices.
 
     Args:
         scheme: formats of the weight and of the activation.
         rows, columns: out features N and in features K.
+        dtype: dtype of the unquantised activation and of the result.
+        experts: number of matrices of a grouped product; 0: a single one.
         device: ``cpu``, ``cuda`` or ``meta`` (answered as for the CPU).
         capability: the CUDA compute capability, else None.
     """
@@ -37,14 +42,16 @@ class Problem:
     scheme: Scheme
     rows: int
     columns: int
+    dtype: torch.dtype = torch.bfloat16
+    experts: int = 0
     device: str = "cpu"
     capability: tuple[int, int] | None = None
 
     @classmethod
-    def on(cls, device: torch.device, scheme: Scheme, rows: int, columns: int) -> Problem:
+    def on(cls, device: torch.device, scheme: Scheme, rows: int, columns: int, **more: Any) -> Problem:
         """The problem on this device."""
         kind, capability = device_key(device)
-        return cls(scheme=scheme, rows=rows, columns=columns, device=kind, capability=capability)
+        return cls(scheme=scheme, rows=rows, columns=columns, device=kind, capability=capability, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,42 +86,45 @@ def default_activation(weight: Format, capability: tuple[int, int] | None) -> Fo
 
 
 def _widths(scheme: Scheme) -> str:
-    weight = 4 if scheme.weight.element == "e2m1" else 8
-    activation = 16 if scheme.activation is None else 4 if scheme.activation.element == "e2m1" else 8
-    return f"W{weight}A{activation}"
+    activation = 16 if scheme.activation is None else 4 if scheme.activation.packed else 8
+    return f"W{4 if scheme.weight.packed else 8}A{activation}"
 
 
-def _missing_numerics(scheme: Scheme) -> str | None:
-    for format in (scheme.weight, scheme.activation):
-        if format is not None and not has_numerics(format):
-            return f"this version of fxquant has no numerics for {format.name}"
-    return None
+def _undefined(scheme: Scheme) -> str | None:
+    if scheme.defined:
+        return None
+    able = ", ".join(defined_activations(scheme.weight)) or "no other"
+    return f"no product of {scheme} is defined; {scheme.weight.name} takes 'none' (weight-only) or {able}"
 
 
 def _torch(problem: Problem) -> Kernel | str:
+    if problem.experts:
+        return "this version of fxquant uses no library kernel for experts"
+    if problem.scheme.weight.element == "int8" and problem.scheme.activation is None:
+        if problem.device not in ("cpu", "meta") or problem.dtype != torch.bfloat16:
+            return f"{INT8_PACK} is used on the CPU for bfloat16, not on {problem.device} for {problem.dtype}"
+        if problem.columns % 16 or not problem.columns:  # it reads beyond the end
+            return f"{INT8_PACK} needs K to be a multiple of 16, got K={problem.columns}"
+        return Kernel(family="torch", widths=_widths(problem.scheme), runs=INT8_PACK)
     weight, activation = problem.scheme.weight, problem.scheme.activation
     coarse = {"fp8_per_tensor_static", "fp8_per_channel_static"}
     dynamic = {"fp8_per_token", "fp8_per_tensor_dynamic"}
     if weight.name not in coarse or activation is None or activation.name not in dynamic:
-        return f"torch._scaled_mm takes FP8 with tensor, channel or token scales, not {problem.scheme}"
+        return f"{SCALED_MM} takes FP8 with tensor, channel or token scales, not {problem.scheme}"
     if problem.device == "cuda":
         if problem.capability is None or problem.capability < FP8_GEMM_CAPABILITY:
-            return f"torch._scaled_mm needs compute capability 8.9 or higher, this device has {problem.capability}"
+            return f"{SCALED_MM} needs compute capability 8.9 or higher, this device has {problem.capability}"
         if problem.rows % 16 or problem.columns % 16 or not problem.columns:
-            return f"torch._scaled_mm on CUDA needs N and K to be multiples of 16, got N={problem.rows}, K={problem.columns}"
+            return f"{SCALED_MM} on CUDA needs N and K to be multiples of 16, got N={problem.rows}, K={problem.columns}"
     elif problem.device in ("cpu", "meta"):
         if torch.__version__ < ROW_WISE_ON_CPU:
-            return (
-                f"torch._scaled_mm on the CPU takes scales per row from torch {ROW_WISE_ON_CPU} on, this is {torch.__version__}"
-            )
+            return f"{SCALED_MM} on the CPU takes scales per row from torch {ROW_WISE_ON_CPU} on, this is {torch.__version__}"
     else:
-        return f"torch._scaled_mm is used on cpu and cuda, not on {problem.device}"
-    return Kernel(family="torch", widths=_widths(problem.scheme), runs="torch._scaled_mm")
+        return f"{SCALED_MM} is used on cpu and cuda, not on {problem.device}"
+    return Kernel(family="torch", widths=_widths(problem.scheme), runs=SCALED_MM)
 
 
 def _reference(problem: Problem) -> Kernel | str:
-    if missing := _missing_numerics(problem.scheme):
-        return missing
     runs = "dequantise, then matmul" if problem.scheme.activation is None else "quantise, dequantise, float32 matmul"
     return Kernel(family="reference", widths=_widths(problem.scheme), runs=runs)
 
@@ -123,7 +133,7 @@ def _triton(problem: Problem) -> Kernel | str:
     return f"this version of fxquant has no Triton kernel for {problem.scheme}"
 
 
-_LINEAR: tuple[tuple[str, Callable[[Problem], Kernel | str]], ...] = (
+_TABLE: tuple[tuple[str, Callable[[Problem], Kernel | str]], ...] = (
     ("triton", _triton),
     ("torch", _torch),
     ("reference", _reference),
@@ -131,12 +141,13 @@ _LINEAR: tuple[tuple[str, Callable[[Problem], Kernel | str]], ...] = (
 """(family, does it serve the problem?) in the order of preference."""
 
 
-def linear_kernels(problem: Problem) -> dict[str, Kernel | str]:
+def kernels_for(problem: Problem) -> dict[str, Kernel | str]:
     """Every family's answer for a problem: its kernel, or the reason it has none."""
-    return {family: answer(problem) for family, answer in _LINEAR}
+    undefined = _undefined(problem.scheme)
+    return {family: undefined or answer(problem) for family, answer in _TABLE}
 
 
-def choose_linear(problem: Problem, family: str = "auto") -> Kernel:
+def choose(problem: Problem, family: str = "auto") -> Kernel:
     """The kernel of a family (``auto``: the first that serves).
 
     Raises:
@@ -145,7 +156,9 @@ def choose_linear(problem: Problem, family: str = "auto") -> Kernel:
     """
     if family not in FAMILIES:
         raise UnsupportedError(f"there is no kernel family {family!r}; use one of: {', '.join(FAMILIES)}")
-    answers = linear_kernels(problem)
+    if undefined := _undefined(problem.scheme):
+        raise UnsupportedError(undefined)
+    answers = kernels_for(problem)
     pinned = answers.values() if family == "auto" else [answers[family]]
     for answer in pinned:
         if isinstance(answer, Kernel):
@@ -153,7 +166,8 @@ def choose_linear(problem: Problem, family: str = "auto") -> Kernel:
     able = [name for name, answer in answers.items() if isinstance(answer, Kernel)]
     reasons = "; ".join(f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str))
     remedy = f"use one of {able} or 'auto'" if able else "choose another scheme or leave the layer out (ignore)"
+    experts = f" for {problem.experts} experts" if problem.experts else ""
     raise UnsupportedError(
         f"no {'kernel' if family == 'auto' else repr(family) + ' kernel'} for {problem.scheme} with N={problem.rows}, "
-        f"K={problem.columns} on {problem.device}: {reasons}; {remedy}"
+        f"K={problem.columns}{experts} on {problem.device}: {reasons}; {remedy}"
     )

@@ -16,8 +16,11 @@ from .errors import UnsupportedError
 WHOLE = -1
 """Block extent meaning 'the whole dimension'."""
 
-QDATA_DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8, "int8": torch.int8}
-"""Storage dtype of each element type; e2m1 is packed two to a byte, low nibble first."""
+QDATA_DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8, "int8": torch.int8, "uint4": torch.uint8}
+"""Storage dtype of each element type; e2m1 and uint4 are packed two to a byte, low nibble first."""
+
+PACKED = frozenset({"e2m1", "uint4"})
+INTEGERS = frozenset({"int8", "uint4"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +29,15 @@ class Format:
 
     Args:
         name: the format's name in the grammar, e.g. ``fp8_per_channel_static``.
-        element: ``e4m3``, ``e2m1`` (packed two to a byte) or ``int8``.
+        element: ``e4m3``, ``int8``, ``e2m1`` or ``uint4`` (the last two packed two to a byte).
         scale_dtype: dtype of the stored block scale: float32, uint8 (the e8m0 exponent byte) or float8_e4m3fn.
         block: (rows, columns) that share one scale; ``WHOLE`` (-1) stands for the whole dimension.
-        weight: may hold weights (scales computed once, static).
+        weight: weights can be converted to it (scales computed once, static).
         activation: may hold activations (scales computed in every forward, dynamic).
-        second_scale: whether a float32 scale stands above the block scales (nvfp4).
+        second_scale: whether a float32 scale of the whole matrix stands above the block scales (nvfp4). Of activations each
+            row is a matrix by itself.
+        zero_point: whether every block has a zero point (uint8) too.
+        reordered: whether the block of a column is looked up in a list, not its position (gptq's act-order).
     """
 
     name: str
@@ -41,6 +47,13 @@ class Format:
     weight: bool = False
     activation: bool = False
     second_scale: bool = False
+    zero_point: bool = False
+    reordered: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether two elements share a byte: the even column has the low nibble."""
+        return self.element in PACKED
 
     @property
     def qdata_dtype(self) -> torch.dtype:
@@ -49,7 +62,12 @@ class Format:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of the stored tensors, in the order in which every function takes and returns them."""
-        return ("qdata", "scale", "global_scale") if self.second_scale else ("qdata", "scale")
+        optional = {"global_scale": self.second_scale, "zero_point": self.zero_point, "group_index": self.reordered}
+        return ("qdata", "scale", *(name for name, held in optional.items() if held))
+
+    def stored_columns(self, columns: int) -> int:
+        """Columns of qdata for a matrix of this many columns."""
+        return ceil(columns / 2) if self.packed else columns
 
     def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The block in elements, for a matrix of this size."""
@@ -66,18 +84,31 @@ class Format:
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Bytes that one (rows, columns) matrix takes in this format, scales included."""
-        packing = 2 if self.element == "e2m1" else 1
-        data = rows * ceil(columns / packing) * self.qdata_dtype.itemsize
-        scales = prod(self.scale_shape(rows, columns)) * self.scale_dtype.itemsize
-        return data + scales + (4 if self.second_scale else 0)
+        data = rows * self.stored_columns(columns) * self.qdata_dtype.itemsize
+        blocks = prod(self.scale_shape(rows, columns))
+        per_block = self.scale_dtype.itemsize + (1 if self.zero_point else 0)
+        return data + blocks * per_block + (4 if self.second_scale else 0) + (4 * columns if self.reordered else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How one layer computes: its weight's format and its activation's (None = weight-only: activations stay as they are)."""
+    """How one layer computes.
+
+    Args:
+        weight: the weight's format.
+        activation: the activation's; None is weight-only: activations stay as they are.
+        scale_search: how block scales are found where the weight is converted: ``amax``, or ``mse`` (4-bit formats only).
+    """
 
     weight: Format
     activation: Format | None = None
+    scale_search: str = "amax"
+
+    @property
+    def defined(self) -> bool:
+        """Whether the product is: floats are multiplied with floats and integers with integers."""
+        activation = self.activation
+        return activation is None or (self.weight.element in INTEGERS) == (activation.element in INTEGERS)
 
     def __str__(self) -> str:
         return f"{self.weight.name} x {self.activation.name if self.activation else 'none'}"
@@ -113,17 +144,39 @@ FORMATS: dict[str, Format] = {
 }
 """Every format of the grammar by name."""
 
+
+def _int4(group: int, *, reordered: bool = False) -> Format:
+    size = "channel" if group == WHOLE else f"group{group}"
+    return Format(
+        name=f"int4_{size}{'_reordered' if reordered else ''}",
+        element="uint4",
+        scale_dtype=torch.float32,
+        block=(1, group),
+        zero_point=True,
+        reordered=reordered,
+    )
+
+
+STORED_FORMATS: dict[str, Format] = {
+    format.name: format
+    for group in (16, 32, 64, 128, 256, 512, 1024, WHOLE)
+    for format in (_int4(group), _int4(group, reordered=True))
+}
+"""Weight formats that only checkpoints come in: unsigned 4-bit integers with a scale and a zero point for each group."""
+
+SCALE_SEARCHES = ("amax", "mse")
+
 WEIGHT_FORMATS = tuple(name for name, format in FORMATS.items() if format.weight)
 ACTIVATION_FORMATS = tuple(name for name, format in FORMATS.items() if format.activation)
 
 
 def weight_format_named(name: str) -> Format:
-    """The weight format of this name.
+    """The weight format of this name, one of a checkpoint included.
 
     Raises:
         UnsupportedError: there is none; lists those there are.
     """
-    return _named(name, "weight", WEIGHT_FORMATS)
+    return STORED_FORMATS[name] if name in STORED_FORMATS else _named(name, "weight", WEIGHT_FORMATS)
 
 
 def activation_format_named(name: str) -> Format:
@@ -133,6 +186,11 @@ def activation_format_named(name: str) -> Format:
         UnsupportedError: there is none; lists those there are.
     """
     return _named(name, "activation", ACTIVATION_FORMATS)
+
+
+def defined_activations(weight: Format) -> tuple[str, ...]:
+    """Names of the activation formats whose product with ``weight`` is defined."""
+    return tuple(name for name in ACTIVATION_FORMATS if Scheme(weight=weight, activation=FORMATS[name]).defined)
 
 
 def _named(name: str, role: str, accepted: tuple[str, ...]) -> Format:

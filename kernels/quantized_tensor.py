@@ -2,8 +2,9 @@
 
 It has the original's shape, logical dtype and device; the values live in its components. Ops fall into four classes:
 
-* products with the contraction dimension where the format has it (linear, mm, addmm, bmm) run on the quantised operands;
-* moves (clone, ``.to``, ``copy_`` from its like, t, expand) act on the components;
+* products with the contraction dimension where the format has it (linear, mm, addmm, bmm, grouped_mm) run on the quantised
+  operands;
+* moves (clone, ``.to``, ``copy_`` from its like, t, expand) and the choice of experts act on the components;
 * an op that writes to it runs on dequantised values, which are quantised again and stored - or it is refused by name;
 * everything else dequantises. The result of a view op is read-only: a write to it could not reach the stored weight.
 """
@@ -19,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .errors import UnsupportedError
-from .formats import Scheme, weight_format_named
+from .formats import Scheme, defined_activations, weight_format_named
 from .read_only import aliased_outputs, is_composite, written_arguments
-from .weight_spec import WeightSpec, dequantized, linear, quantized_components
+from .weight_spec import WeightSpec, dequantized, grouped, linear, quantized_components
 from .wrapper_tensor import WrapperTensor
 
 aten = torch.ops.aten
@@ -32,10 +33,11 @@ _SPECS: dict[WeightSpec, WeightSpec] = {}
 
 
 class QuantizedTensor(WrapperTensor):
-    """A quantised matrix with the interface of a float tensor.
+    """A quantised matrix, or a stack of experts' matrices, with the interface of a float tensor.
 
     Args:
-        components: stored tensors in the order of ``spec.scheme.weight.components``: qdata (N, K), scale, ...
+        components: stored tensors in the order of ``spec.scheme.weight.components``: qdata (N, K), scale, ...; with a leading
+            dimension where the weight is a stack of experts.
         spec: formats, logical shape and dtype.
         stride: strides that the tensor reports; contiguous where None.
     """
@@ -78,28 +80,51 @@ class QuantizedTensor(WrapperTensor):
         scheme: Scheme,
         *,
         contraction: int = -1,
+        shards: Sequence[int] = (),
+        interleaved: bool = False,
         backend: str = "auto",
         reduce_amax: Callable[[Tensor], Tensor] | None = None,
     ) -> QuantizedTensor:
-        """Quantise a float matrix.
+        """Quantise a float matrix, or a stack of experts' matrices.
 
         Args:
-            weight: (N, K), or (K, N) with ``contraction=-2``; a float dtype.
+            weight: (N, K), or (K, N) with ``contraction=-2``; a float dtype; experts stand in a third dimension before these.
             scheme: weight format, and the activation format that products will use.
             contraction: the contracted dimension of ``weight``.
+            shards: rows of the matrices that each matrix is stacked of; see ``WeightSpec``.
+            interleaved: whether its rows take turns between the shards.
             backend: kernel family that products use.
             reduce_amax: see ``numerics.quantize``.
 
         Raises:
-            UnsupportedError: the weight holds NaN or infinity, or is no float matrix, or the scheme's weight format holds no
-                weights or has no numerics.
+            UnsupportedError: the weight holds NaN or infinity, or is no float matrix or stack of them, or the scheme's weight
+                format holds no weights, or its product is not defined.
         """
         weight_format_named(scheme.weight.name)
-        if weight.dim() != 2 or not weight.is_floating_point():
-            raise UnsupportedError(f"a quantised weight is a float matrix, got shape {tuple(weight.shape)} of {weight.dtype}")
-        rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
+        if weight.dim() not in (2, 3) or not weight.is_floating_point():
+            raise UnsupportedError(
+                f"a quantised weight is a float matrix or a stack of them, got shape {tuple(weight.shape)} of {weight.dtype}"
+            )
+        if not scheme.defined:
+            raise UnsupportedError(
+                f"no product of {scheme} is defined; {scheme.weight.name} takes none or "
+                f"{', '.join(defined_activations(scheme.weight))}"
+            )
+        rows, columns = weight.shape[-2:] if contraction == -1 else weight.shape[:-3:-1]
+        if shards and (sum(shards) != rows or (interleaved and len(set(shards)) > 1)):
+            raise UnsupportedError(
+                f"shards {tuple(shards)} do not make up the {rows} rows of a weight of {tuple(weight.shape)}"
+            )
         spec = WeightSpec(
-            scheme=scheme, rows=rows, columns=columns, dtype=weight.dtype, contraction=contraction, backend=backend
+            scheme=scheme,
+            rows=rows,
+            columns=columns,
+            dtype=weight.dtype,
+            contraction=contraction,
+            experts=weight.shape[0] if weight.dim() == 3 else 0,
+            shards=tuple(shards) if len(shards) > 1 else (),
+            interleaved=interleaved and len(shards) > 1,
+            backend=backend,
         )
         with torch.inference_mode(False), torch.no_grad():  # a weight made in inference mode can be written outside of it
             return cls(quantized_components(weight, spec, reduce_amax), spec)
@@ -151,7 +176,7 @@ class QuantizedTensor(WrapperTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        handler = _HANDLERS.get(func) or _HANDLERS_BY_NAME.get(func.name())
         if handler is not None:
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -210,8 +235,9 @@ def rebuild_quantized_tensor(
 ) -> Tensor:
     """Inverse of ``QuantizedTensor.__reduce_ex__``; listed as a safe global for ``torch.load(weights_only=True)``."""
     spec = WeightSpec.from_dict(fields)
-    dtypes = (spec.scheme.weight.qdata_dtype, spec.scheme.weight.scale_dtype, torch.float32)
-    components = [part.view(dtype) for part, dtype in zip(raw, dtypes, strict=False)]
+    weight = spec.scheme.weight
+    dtypes = {"qdata": weight.qdata_dtype, "scale": weight.scale_dtype}
+    components = [part.view(dtypes.get(name, part.dtype)) for name, part in zip(weight.components, raw, strict=True)]
     tensor = QuantizedTensor(components, spec, stride)
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
@@ -302,49 +328,76 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
 
 def _same_storage(one: WeightSpec, other: WeightSpec) -> bool:
     """Whether equal components stand for equal values, up to the logical dtype."""
-    return (one.scheme.weight, one.shape, one.contraction) == (other.scheme.weight, other.shape, other.contraction)
+    neutral = {"scheme": one.scheme, "dtype": one.dtype, "backend": one.backend}
+    return one.scheme.weight == other.scheme.weight and one == replace(other, **neutral)
 
 
-_SWAPS = {(1, 0), (-1, -2), (1, -2), (-1, 0)}
-"""The ways to write the permutation that transposes a matrix."""
-
-
-def _t(func: Any, self: QuantizedTensor) -> Any:
-    if self.dim() != 2:
+def _transpose(func: Any, self: QuantizedTensor, dim0: int = 0, dim1: int = 1) -> Any:
+    last = self.dim() - 1
+    if self.spec.leading or {dim0 % self.dim(), dim1 % self.dim()} != {last - 1, last}:
         return NotImplemented
-    return QuantizedTensor(self.components, self.spec.transposed(), self.stride()[::-1])
-
-
-def _transpose(func: Any, self: QuantizedTensor, dim0: int, dim1: int) -> Any:
-    return _t(func, self) if {(dim0, dim1), (dim1, dim0)} & _SWAPS else NotImplemented
+    *batch, rows, columns = self.stride()
+    return QuantizedTensor(self.components, self.spec.transposed(), (*batch, columns, rows))
 
 
 def _permute(func: Any, self: QuantizedTensor, dims: Sequence[int]) -> Any:
-    return _t(func, self) if tuple(dims) in _SWAPS else NotImplemented
+    order = [dim % self.dim() for dim in dims]
+    last = self.dim() - 1
+    if order != [*range(last - 1), last, last - 1]:
+        return NotImplemented
+    return _transpose(func, self, last - 1, last)
+
+
+def _select(func: Any, self: QuantizedTensor, dim: int, index: int) -> Any:
+    """One expert's matrix."""
+    if not self.spec.experts or dim % 3:
+        return NotImplemented
+    return self.with_components([func(c, 0, index) for c in self.components], stride=self.stride()[1:], experts=0)
+
+
+def _unbind(func: Any, self: QuantizedTensor, dim: int = 0) -> Any:
+    if not self.spec.experts or dim % 3:
+        return NotImplemented
+    return [_select(aten.select.int, self, 0, index) for index in range(self.spec.experts)]
+
+
+def _index(func: Any, self: QuantizedTensor, indices: Sequence[Tensor | None]) -> Any:
+    """The matrices of the experts in a list of numbers, or of one."""
+    if not self.spec.experts or len(indices) != 1 or indices[0] is None:
+        return NotImplemented
+    index = indices[0]
+    if index.dim() > 1 or index.dtype not in (torch.int32, torch.int64) or index.numel() == 0:
+        return NotImplemented
+    taken = [func(c.view(torch.uint8) if c.itemsize == 1 else c, [index]).view(c.dtype) for c in self.components]
+    return self.with_components(taken, experts=index.numel() if index.dim() else 0)
 
 
 def _expand(func: Any, self: QuantizedTensor, size: Sequence[int], *, implicit: bool = False) -> Any:
+    if tuple(size) == tuple(self.shape):
+        return _alias(aten.alias.default, self)
     # torch.matmul spreads a 2-D weight over the batch of a non-contiguous activation this way
-    if self.spec.leading or tuple(size[-2:]) not in ((-1, -1), tuple(self.shape)) or -1 in size[:-2]:
+    if self.spec.leading or self.spec.experts or tuple(size[-2:]) not in ((-1, -1), tuple(self.shape)) or -1 in size[:-2]:
         return NotImplemented
     leading = tuple(size[:-2])
     return self.with_components(self.components, leading=leading, stride=(0,) * len(leading) + self.stride())
 
 
 def _view(func: Any, self: QuantizedTensor, size: Sequence[int]) -> Any:
+    if tuple(size) == tuple(self.shape):
+        return _alias(aten.alias.default, self)
     if not self.spec.leading or tuple(size[-2:]) != tuple(self.shape[-2:]) or -1 in size:
         return NotImplemented
     return self.with_components(self.components, leading=tuple(size[:-2]))
 
 
 def _linear(func: Any, x: Any, weight: Any, bias: Tensor | None = None) -> Any:
-    if not _is_product(x, weight, contraction=-1):
+    if not _is_product(x, weight, contraction=-1) or weight.spec.experts:
         return NotImplemented
     return linear(x, weight.components, weight.spec, bias, x.dtype)
 
 
 def _matmul(func: Any, x: Any, weight: Any) -> Any:
-    if not _is_product(x, weight, contraction=-2):
+    if not _is_product(x, weight, contraction=-2) or weight.spec.experts:
         return NotImplemented
     return linear(x, weight.components, weight.spec, None, x.dtype)
 
@@ -355,6 +408,30 @@ def _addmm(func: Any, bias: Tensor, x: Any, weight: Any, *, beta: Any = 1, alpha
     return linear(x, weight.components, weight.spec, bias, x.dtype)
 
 
+def _bmm(func: Any, left: Any, right: Any) -> Any:
+    if isinstance(left, QuantizedTensor) and not isinstance(right, QuantizedTensor):  # w @ x = (x.T @ w.T).T
+        result = _bmm(func, right.mT, _transpose(func, left, 1, 2))
+        return result if result is NotImplemented else result.mT
+    if not _is_product(left, right, contraction=-2):
+        return NotImplemented
+    if not right.spec.experts:
+        return linear(left, right.components, right.spec, None, left.dtype)
+    return grouped(left, right.components, right.spec, left.dtype)
+
+
+def _baddbmm(func: Any, bias: Tensor, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    product = _bmm(func, left, right) if beta == alpha == 1 else NotImplemented
+    return product if product is NotImplemented else bias + product
+
+
+def _grouped_mm(func: Any, x: Any, weight: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if not _is_product(x, weight, contraction=-2) or not weight.spec.experts or bias is not None:
+        return NotImplemented
+    if (x.dim() == 2) != (offs is not None):
+        return NotImplemented
+    return grouped(x, weight.components, weight.spec, out_dtype or x.dtype, offs=offs)
+
+
 def _is_product(x: Any, weight: Any, *, contraction: int) -> bool:
     """Whether x @ weight (in the op's layout) contracts the weight along its quantised dimension."""
     if not isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
@@ -362,7 +439,8 @@ def _is_product(x: Any, weight: Any, *, contraction: int) -> bool:
     spec = weight.spec
     if spec.contraction != contraction or x.dtype != spec.dtype or x.shape[-1] != spec.columns:
         return False  # dequantised, torch's own error says what does not fit
-    return not spec.leading or (x.dim() == 3 and x.shape[0] == spec.leading[0])
+    batch = spec.leading[:1] or ((spec.experts,) if spec.experts and x.dim() == 3 else ())
+    return not batch or (x.dim() == 3 and x.shape[0] == batch[0])
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -374,18 +452,26 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._pin_memory.default: _on_components,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_,
-    aten.t.default: _t,
+    aten.t.default: _transpose,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
+    aten.index.Tensor: _index,
     aten.expand.default: _expand,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
-    aten.bmm.default: _matmul,
+    aten.bmm.default: _bmm,
     aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten._grouped_mm.default: _grouped_mm,
 }
+
+_HANDLERS_BY_NAME = {"transformers::grouped_mm_fallback": _grouped_mm}
+"""Ops of other libraries."""
 
 _REFUSED = {
     aten.set_,

@@ -48,6 +48,11 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     return _tiled(magnitude, block).amax((-3, -1))
 
 
+def sum_of_squares(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Sum of the squares of each block of one row, (..., rows, column blocks)."""
+    return _row_tiled(x.square(), block[1]).sum(-1)
+
+
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """Broadcastable to ``shape``: the block's value at each element."""
     if block == (WHOLE, WHOLE):

@@ -9,10 +9,10 @@ from fxquant.kernels.capability import (
     FAMILIES,
     Kernel,
     Problem,
-    choose_linear,
+    choose,
     default_activation,
     device_key,
-    linear_kernels,
+    kernels_for,
 )
 from fxquant.kernels.errors import UnsupportedError
 from fxquant.kernels.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, Scheme
@@ -32,7 +32,7 @@ def problem(weight="fp8_per_channel_static", activation="fp8_per_token", rows=64
 def test_every_family_answers_for_every_scheme(weight, activation):
     """A kernel, or a reason that names the scheme or what is missing."""
     asked = problem(weight, activation)
-    answers = linear_kernels(asked)
+    answers = kernels_for(asked)
     assert set(answers) == set(FAMILIES) - {"auto"}
     for family, answer in answers.items():
         if isinstance(answer, Kernel):
@@ -56,19 +56,19 @@ def test_every_family_answers_for_every_scheme(weight, activation):
     ],
 )
 def test_widths(weight, activation, widths):
-    assert choose_linear(problem(weight, activation)).widths == widths
+    assert choose(problem(weight, activation)).widths == widths
 
 
 def test_auto_prefers_the_library_and_falls_back_to_the_reference():
-    assert choose_linear(problem()).family == "torch"
-    assert choose_linear(problem(device="meta")).family == "torch"
+    assert choose(problem()).family == "torch"
+    assert choose(problem(device="meta")).family == "torch"
     for other in (
         problem("fp8_per_block_static", "fp8_per_block_dynamic"),
         problem("fp8_per_channel_static", "fp8_per_block_dynamic"),
         problem("fp8_per_channel_static", None),
         problem(device="mps"),
     ):
-        assert choose_linear(other).family == "reference"
+        assert choose(other).family == "reference"
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_auto_prefers_the_library_and_falls_back_to_the_reference():
 def test_what_cuda_needs(capability, rows, columns, reason):
     asked = problem(rows=rows, columns=columns, device="cuda", capability=capability)
     if reason is None:
-        assert choose_linear(asked).family == choose_linear(asked, "torch").family == "torch"
+        assert choose(asked).family == choose(asked, "torch").family == "torch"
         return
-    assert choose_linear(asked).family == "reference"
+    assert choose(asked).family == "reference"
     with pytest.raises(UnsupportedError, match=reason):
-        choose_linear(asked, "torch")
+        choose(asked, "torch")
 
 
 @pytest.mark.parametrize("family", ["torch", "triton"])
 def test_a_pinned_family_that_cannot_serve_lists_those_that_can(family):
     asked = problem("fp8_per_block_static", "fp8_per_block_dynamic", rows=60, columns=100)
     with pytest.raises(UnsupportedError) as caught:
-        choose_linear(asked, family)
+        choose(asked, family)
     message = str(caught.value)
     assert message.startswith(f"no {family!r} kernel for fp8_per_block_static x fp8_per_block_dynamic with N=60, K=100 on cpu")
     assert "torch: torch._scaled_mm takes FP8 with tensor, channel or token scales" in message
@@ -108,12 +108,12 @@ def test_a_pinned_family_that_cannot_serve_lists_those_that_can(family):
 
 def test_a_scheme_that_nothing_serves():
     with pytest.raises(UnsupportedError, match=r"no kernel for mxfp4 x none .*no numerics for mxfp4.*leave the layer out"):
-        choose_linear(problem("mxfp4", None))
+        choose(problem("mxfp4", None))
 
 
 def test_an_unknown_family():
     with pytest.raises(UnsupportedError, match="no kernel family 'cutlass'; use one of: auto, torch, triton, reference"):
-        choose_linear(problem(), "cutlass")
+        choose(problem(), "cutlass")
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

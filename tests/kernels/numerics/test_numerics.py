@@ -7,7 +7,7 @@ import torch
 
 from fxquant.kernels.errors import UnsupportedError
 from fxquant.kernels.formats import FORMATS
-from fxquant.kernels.numerics import dequantize, has_numerics, quantize
+from fxquant.kernels.numerics import dequantize, quantize
 
 KNOWN = [name for name, format in FORMATS.items() if has_numerics(format)]
 UNKNOWN = [name for name in FORMATS if name not in KNOWN]
