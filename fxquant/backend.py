@@ -15,6 +15,7 @@ from torch._dynamo.exc import ShortenTraceback
 from . import kernels
 from .errors import FxQuantError
 from .options import BackendOptions
+from .passes.rewrite_sites import TRACED_CALLS
 from .rewrite import Rewritten, rewrite
 from .runner import runner
 
@@ -57,7 +58,8 @@ def _inductor(rewritten: Rewritten, options: BackendOptions) -> Callable[..., An
 
     patches = options.inductor_patches()
     marked = dict(torch._inductor.config.unsafe_marked_cacheable_functions)
-    patches["unsafe_marked_cacheable_functions"] = {**marked, "fxquant.passes.rewrite_sites.dequantize_weight": _code_digest()}
+    ours = {f"{call.__module__}.{call.__name__}": _code_digest() for call in TRACED_CALLS}
+    patches["unsafe_marked_cacheable_functions"] = {**marked, **ours}
     with torch.no_grad():
         return cast(Callable[..., Any], compile_fx(rewritten.gm, rewritten.inputs, config_patches=patches))
 

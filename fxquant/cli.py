@@ -1,4 +1,4 @@
-"""The ``fxquant`` command: plan, generate, demo. transformers and pydantic are loaded when a command runs."""
+"""The ``fxquant`` command: plan, generate, schemes, demo. transformers and pydantic are loaded when a command runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Config = Annotated[
         help=(
             "What the shorthand does not say, as JSON; or part by part: "
             f"{CONFIG_OPTION}.linear NAME, .moe NAME, .linear.weight NAME, .linear.activation NAME (.moe the same), "
-            ".ignore PATTERN (again for each)."
+            ".ignore PATTERN (again for each), .scale_search mse."
         ),
     ),
 ]
@@ -137,14 +137,27 @@ def generate(
 
 
 @app.command(cls=_Command)
+def schemes(
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, with the answer of every kernel family.")] = False,
+) -> None:
+    """Print what runs for each scheme on this machine, or why nothing does."""
+    from .scheme_table import scheme_table
+
+    table = scheme_table(_device(device))
+    typer.echo(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
+
+
+@app.command(cls=_Command)
 def demo(
     output: Annotated[Path, typer.Option(help="Where to write every number as JSON.")] = Path("demo.json"),
     device: Annotated[str, typer.Option(help="Where to run the model.")] = "cpu",
+    readme: Annotated[Path | None, typer.Option(help="A Markdown file to write the table into, between its marks.")] = None,
 ) -> None:
-    """Quantise a real model three ways; print plan, bytes, perplexity, agreement and a continuation."""
+    """Quantise a real model in every scheme; print plan, bytes, perplexity, agreement and a continuation."""
     from .demo import run
 
-    run(output, device)
+    run(output, device, readme=readme)
 
 
 def fold_dotted(args: Sequence[str]) -> Iterator[str]:

@@ -18,10 +18,22 @@ from pydantic import (
 )
 
 from .errors import ConfigError, suggest
-from .kernels.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, Format
+from .kernels.formats import ACTIVATION_FORMATS, FORMATS, SCALE_SEARCHES, WEIGHT_FORMATS, Format, defined_activations
 from .patterns import Pattern
 from .rules import Policy
-from .schemes import DEFAULT, ONLINE, SHORTHANDS, SLOTS, WEIGHT_ONLY, DefaultActivation, SchemeRequest, Shorthand, Slot
+from .schemes import (
+    DEFAULT,
+    NAMES,
+    ONLINE,
+    SHORTHANDS,
+    SLOTS,
+    WEIGHT_ONLY,
+    DefaultActivation,
+    SchemeRequest,
+    Shorthand,
+    Slot,
+    request_named,
+)
 
 ACTIVATION_NAMES = (*ACTIVATION_FORMATS, WEIGHT_ONLY)
 """Names that ``activation`` takes, beside null for the device's default."""
@@ -83,7 +95,8 @@ class SlotConfig(_Strict):
 
     Args:
         weight: a weight format; null leaves the slot's layers as they are.
-        activation: an activation format, ``"none"`` for weight-only, or null for the device's default.
+        activation: an activation format whose product with the weight is defined, ``"none"`` for weight-only, or null for the
+            device's default.
     """
 
     title: ClassVar[str] = "slot"
@@ -117,6 +130,8 @@ class SlotConfig(_Strict):
                 f".activation: got '{self.activation}' beside a null weight, which leaves the layers as they are; "
                 "give a weight format, or leave the activation out."
             )
+        if self.weight is not None and (problem := _undefined_pair(self.weight, self.activation)):
+            raise ValueError(f".activation{problem}")
         return self
 
 
@@ -128,6 +143,8 @@ class QuantizationConfig(_Strict):
         moe: the same for expert layers.
         ignore: patterns of the layers to leave as they are: names, globs, or ``re:`` and a regular expression.
         targets: pattern -> shorthand; instead of ``linear`` and ``moe``, and only these layers are quantised.
+        scale_search: how the block scales of 4-bit weights are found: ``amax``, or ``mse``: of a few candidates for each block,
+            the one with the least squared error. It needs no data. Other formats ignore it.
 
     Raises:
         ConfigError: naming the field, what was found and what is accepted.
@@ -142,6 +159,7 @@ class QuantizationConfig(_Strict):
     moe: str | SlotConfig | None = None
     ignore: tuple[str, ...] = ()
     targets: dict[str, str] | None = None
+    scale_search: str = "amax"
 
     @field_validator("linear", "moe", mode="before")
     @classmethod
@@ -177,6 +195,16 @@ class QuantizationConfig(_Strict):
             raise ValueError(f": got {_shown(value)}; write a dict of pattern -> shorthand.")
         _raise_all(problem for entry in value.items() for problem in _target_problems(*entry))
         return dict(value)
+
+    @field_validator("scale_search", mode="before")
+    @classmethod
+    def _check_scale_search(cls, value: object) -> object:
+        if value is None:
+            return "amax"
+        if value not in SCALE_SEARCHES:
+            hint = suggest(value, SCALE_SEARCHES) if isinstance(value, str) else ""
+            raise ValueError(f": got {_shown(value)}; accepted: {', '.join(SCALE_SEARCHES)}.{hint}")
+        return value
 
     @model_validator(mode="after")
     def _check_targets_stand_alone(self) -> Self:
@@ -234,7 +262,8 @@ def resolve(
                 f"quantization_config.targets: got targets beside quantization='{shorthand.name}'; targets alone choose the "
                 f"schemes of all layers: write quantization='{ONLINE}', or leave the targets out."
             )
-        return Policy(targets=tuple((Pattern(text), name) for text, name in config.targets.items()), ignore=ignore)
+        targets = tuple((Pattern(text), name) for text, name in config.targets.items())
+        return Policy(targets=targets, ignore=ignore, scale_search=config.scale_search)
     if shorthand is None and config.linear is None and config.moe is None:
         raise ConfigError(
             "quantization_config: sets none of linear, moe and targets, so nothing would be quantised; set one of them, "
@@ -242,7 +271,14 @@ def resolve(
         )
     linear, linear_origin = _merge("linear", config.linear, shorthand)
     moe, moe_origin = _merge("moe", config.moe, shorthand)
-    return Policy(linear=linear, moe=moe, linear_origin=linear_origin, moe_origin=moe_origin, ignore=ignore)
+    return Policy(
+        linear=linear,
+        moe=moe,
+        linear_origin=linear_origin,
+        moe_origin=moe_origin,
+        ignore=ignore,
+        scale_search=config.scale_search,
+    )
 
 
 def _merge(slot: Slot, value: str | SlotConfig | None, shorthand: Shorthand | None) -> tuple[SchemeRequest | None, str]:
@@ -265,6 +301,8 @@ def _merge(slot: Slot, value: str | SlotConfig | None, shorthand: Shorthand | No
         lacking = f"quantization='{shorthand.name}' defines no {slot} method" if shorthand else "no shorthand stands behind it"
         accepted = ", ".join(WEIGHT_FORMATS)
         raise ConfigError(f"quantization_config.{slot}: gives no weight, and {lacking}; set it to one of {accepted}.")
+    if shorthand and (problem := _undefined_pair(base.weight.name, value.activation)):
+        raise ConfigError(f"quantization_config.{slot}.activation{problem} The weight is that of '{shorthand.name}'.")
     return SchemeRequest(weight=base.weight, activation=activation), f"{base_origin}{asked and f', {slot}.{asked}'}"
 
 
@@ -283,13 +321,10 @@ def _shorthand(quantization: object) -> Shorthand | None:
 
 def _bare_slot(slot: Slot, name: str) -> SchemeRequest:
     """The request that a bare string stands for: a shorthand first, else a weight format with the default activation."""
-    if shorthand := SHORTHANDS.get(name):
-        if request := shorthand.request(slot):
+    if name in NAMES:
+        if request := request_named(name, slot):
             return request
-        other = next(request for request in map(shorthand.request, SLOTS) if request)
-        raise ValueError(f": got '{name}', which defines no {slot} method; write the weight format '{other.weight.name}'.")
-    if name in WEIGHT_FORMATS:
-        return SchemeRequest(weight=FORMATS[name])
+        raise ValueError(f": got '{name}', which {SHORTHANDS[name].lack(slot)}.")
     shorthands = [other for other in SHORTHANDS if SHORTHANDS[other].request(slot)]
     kind = ", which is an activation format" if name in ACTIVATION_FORMATS else ""
     hint = "" if kind else suggest(name, (*shorthands, *WEIGHT_FORMATS))
@@ -303,6 +338,17 @@ def _activation(name: str | None) -> Format | DefaultActivation | None:
     if name is None:
         return DEFAULT
     return None if name == WEIGHT_ONLY else FORMATS[name]
+
+
+def _undefined_pair(weight: str, activation: str | None) -> str:
+    """What is wrong with multiplying the two, in words that follow the name of the activation's field; empty if nothing."""
+    defined = defined_activations(FORMATS[weight])
+    if activation in (None, WEIGHT_ONLY, *defined):
+        return ""
+    return (
+        f": got '{activation}' beside the weight '{weight}', but floats are multiplied with floats and integers with integers; "
+        f"accepted beside {weight}: {', '.join(defined)}, '{WEIGHT_ONLY}' (weight-only), or null (the device's default)."
+    )
 
 
 def _instead_of_weight(value: object) -> str:
@@ -347,8 +393,10 @@ def _problems(model: type[_Strict], error: ValidationError) -> Iterator[str]:
         elif isinstance(cause, ValueError):
             yield from (f"{at}{problem}" for problem in cause.args)
         elif item["type"] == "extra_forbidden":
-            accepted = tuple(model.model_fields)
-            yield f"{at}: unknown key; accepted: {', '.join(accepted)}.{suggest(str(item['loc'][-1]), accepted)}"
+            accepted, key = tuple(model.model_fields), str(item["loc"][-1])
+            outer = model is SlotConfig and key in QuantizationConfig.model_fields
+            hint = f" '{key}' stands beside the slots, not in one." if outer else suggest(key, accepted)
+            yield f"{at}: unknown key; accepted: {', '.join(accepted)}.{hint}"
         else:
             yield f"{at}: got {_shown(item['input'])}; {item['msg']}."
 

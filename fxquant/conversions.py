@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import UnsupportedError
 from .kernels.quantized_tensor import QuantizedTensor
-from .kernels.weight_spec import WeightSpec
+from .kernels.weight_spec import WeightSpec, quantized_components
 
 _Fingerprint = tuple[int, int | None]
 
@@ -55,7 +55,7 @@ def _fingerprint(parameter: Tensor) -> _Fingerprint:
 def _convert(parameter: Tensor, spec: WeightSpec, name: str) -> QuantizedTensor:
     with torch.inference_mode(False), torch.no_grad():
         try:
-            return QuantizedTensor.from_float(parameter, spec.scheme, contraction=spec.contraction, backend=spec.backend)
+            return QuantizedTensor(quantized_components(parameter, spec), spec)
         except UnsupportedError as error:
             raise UnsupportedError(f"{name}: {error}") from None
 

@@ -6,8 +6,9 @@ parameter's own name would not do: a tied weight carries that of its first owner
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .kernels.quantized_tensor import QuantizedTensor
-from .layers import HEAD_NAMES, Layer, is_router, matrix_layer
-from .passes.weights import sites
+from .layers import HEAD_NAMES, Layer, LayerWeight, is_router, layer_of, matrix_layer, says_experts
+from .passes.expert_sites import ExpertSite, expert_sites
+from .passes.weights import Site, sites
 
 _STEP = re.compile(r"\._modules\['([^']+)'\]|\._(?:parameters|buffers)\['([^']+)'\]")
 _ROOT = re.compile(r"^[LG]\[[^\]]*\](\[\d+\])*\.?")
@@ -53,17 +55,21 @@ def _module_name(node: fx.Node, placeholder: fx.Node) -> str:
     return layer_name(placeholder)
 
 
-def graph_layers(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[Layer, fx.Node]]:
-    """(layer, placeholder of its weight) for every float matrix parameter that the graph multiplies with or embeds with.
+def graph_layers(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[Layer, tuple[fx.Node, ...]]]:
+    """(layer, placeholders of its weights) for all float parameters that the graph multiplies with or embeds with: matrices,
+    and stacks of experts, which make one layer where one module owns them.
 
     A parameter that several layers share comes with each of them.
     """
     placeholders = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
 
-    def is_plain_matrix(node: Any) -> bool:
+    def is_plain(node: Any, dims: tuple[int, ...]) -> bool:
         value = placeholders.get(node)
-        plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedTensor) and value.dim() == 2
+        plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedTensor) and value.dim() in dims
         return plain and parameter_name(node) is not None
+
+    def is_plain_matrix(node: Any) -> bool:
+        return is_plain(node, (2,))
 
     embeddings = [
         (node, node.args[1])
@@ -84,4 +90,53 @@ def graph_layers(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[Layer, fx
     for node, source in embeddings:
         name = _module_name(node, source)
         found.setdefault((name, source), matrix_layer(name, "embedding", placeholders[source], -1))
-    return [(layer, source) for (_, source), layer in found.items()]
+    layers = [(layer, (source,)) for (_, source), layer in found.items()]
+    return layers + _expert_layers(graph, placeholders, lambda node: is_plain(node, (3,)))
+
+
+def _expert_layers(
+    graph: fx.Graph, placeholders: Mapping[fx.Node, Any], is_plain_stack: Callable[[fx.Node], bool]
+) -> list[tuple[Layer, tuple[fx.Node, ...]]]:
+    owned: dict[str, dict[fx.Node, LayerWeight]] = {}
+    for site in [*expert_sites(graph, is_plain_stack), *sites(graph, is_plain_stack)]:
+        source = site.weight.source
+        name, _, parameter = (parameter_name(source) or "").rpartition(".")
+        stack = list(site.node.meta.get("nn_module_stack", {}).values())
+        if not says_experts(name, getattr(stack[-1][1], "__name__", "") if stack else ""):
+            continue
+        weights = owned.setdefault(name, {})
+        if source not in weights:
+            weights[source] = _expert_weight(parameter, placeholders[source], site)
+    return [
+        (layer_of(name, "moe", list(weights.values()), [placeholders[node] for node in weights]), tuple(weights))
+        for name, weights in owned.items()
+    ]
+
+
+def _expert_weight(parameter: str, value: torch.Tensor, site: Site | ExpertSite) -> LayerWeight:
+    experts, *matrix = value.shape
+    rows, columns = matrix if site.contraction == -1 else reversed(matrix)
+    gated = "gate_up" in parameter and rows % 2 == 0
+    return LayerWeight(
+        parameter=parameter,
+        rows=rows,
+        columns=columns,
+        contraction=site.contraction,
+        experts=experts,
+        shards=(rows // 2, rows // 2) if gated else (),
+        interleaved=gated and _takes_turns(site.node),
+    )
+
+
+def _takes_turns(product: fx.Node) -> bool:
+    """Whether a gate_up product, perhaps with a bias on it, is read by every second column."""
+    reached = [product]
+    for node in reached:
+        for user in node.users:
+            if user.target is operator.getitem:
+                last = user.args[1][-1] if isinstance(user.args[1], tuple) else user.args[1]
+                if isinstance(last, slice) and last.step == 2:
+                    return True
+            elif user.target in (operator.add, operator.iadd, torch.add, "add", "add_", "squeeze", "view", "reshape"):
+                reached.append(user)
+    return False

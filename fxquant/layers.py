@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from .kernels.formats import Scheme
 from .kernels.quantized_tensor import QuantizedTensor
+from .kernels.weight_spec import WeightSpec
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_embeddings"})
 PACKED_PROJECTION = "packed projection"
@@ -20,32 +25,61 @@ ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerWeight:
+    """One weight of a layer, as its products read it.
+
+    Args:
+        parameter: name in the module: ``weight``, or that of a 3-D parameter of experts.
+        rows, columns: out features N and in features K (of one expert).
+        contraction: dimension of the parameter that is contracted: -1 (nn.Linear), -2 (Conv1D).
+        experts, shards, interleaved: see ``WeightSpec``.
+    """
+
+    parameter: str
+    rows: int
+    columns: int
+    contraction: int = -1
+    experts: int = 0
+    shards: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    def spec(self, scheme: Scheme, dtype: torch.dtype, backend: str) -> WeightSpec:
+        """What the weight is once it is quantised."""
+        return WeightSpec(
+            scheme=scheme,
+            rows=self.rows,
+            columns=self.columns,
+            dtype=dtype,
+            contraction=self.contraction,
+            experts=self.experts,
+            shards=self.shards,
+            interleaved=self.interleaved,
+            backend=backend,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One layer.
 
     Args:
         name: module path, e.g. ``model.layers.0.self_attn.q_proj``.
         kind: ``linear``, ``moe``, ``head``, ``router``, ``embedding`` or ``packed projection``.
-        rows, columns: out features N and in features K (of one expert).
-        contraction: dimension of the parameter that is contracted: -1 (nn.Linear), -2 (Conv1D).
+        weights: its weights: one, or the 3-D parameters of experts.
         nbytes: bytes of the weights as they are now; 0 for a head whose weight is the embedding's.
-        device: where the weight lives.
-        dtype: its logical dtype.
-        parameters: names of the weights in the module, ``weight`` or the 3-D parameters of experts.
-        quantized: the weight as it is, where it is quantised already.
+        device: where the weights live.
+        dtype: their logical dtype.
+        quantized: specs of the weights that are quantised already.
         tied_to: the first layer that holds the same parameter, where this is not the first.
     """
 
     name: str
     kind: str
-    rows: int
-    columns: int
-    contraction: int
+    weights: tuple[LayerWeight, ...]
     nbytes: int
     device: torch.device
     dtype: torch.dtype
-    parameters: tuple[str, ...] = ("weight",)
-    quantized: QuantizedTensor | None = None
+    quantized: tuple[WeightSpec, ...] = ()
     tied_to: str | None = None
 
 
@@ -109,39 +143,64 @@ def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[in
         packed = module.in_proj_weight
         yield matrix_layer(f"{name}.in_proj_weight".lstrip("."), PACKED_PROJECTION, packed, -1), packed
     else:
-        if type(module).__module__.startswith("torch.nn."):
-            return  # convolutions, Bilinear
         stacks = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 3 and p.shape[0] > 1}
-        if stacks:
-            first = next(iter(stacks.values()))
-            yield (
-                Layer(
-                    name=name,
-                    kind="moe",
-                    rows=first.shape[-2],
-                    columns=first.shape[-1],
-                    contraction=-2 if getattr(module, "is_transposed", False) else -1,
-                    nbytes=sum(p.numel() * p.itemsize for p in stacks.values()),
-                    device=first.device,
-                    dtype=first.dtype,
-                    parameters=tuple(stacks),
-                ),
-                first,
-            )
+        if stacks and not isinstance(module, _ConvNd) and says_experts(name, type(module).__name__):
+            weights = [expert_weight(module, key, stacks) for key in stacks]
+            yield layer_of(name, "moe", weights, list(stacks.values())), next(iter(stacks.values()))
+
+
+def says_experts(name: str, class_name: str) -> bool:
+    """Whether a module that owns 3-D parameters calls itself experts, by its path or class.
+
+    Other modules have such parameters too: position tables, weights by attention head, causal convolutions.
+    """
+    return re.search(r"expert|moe", f"{name} {class_name}", re.IGNORECASE) is not None
+
+
+def expert_weight(module: nn.Module, parameter: str, stacks: Mapping[str, torch.Tensor]) -> LayerWeight:
+    """How a module of experts reads one of its 3-D parameters.
+
+    transformers' modules say whether their weights are transposed ([E, K, N]) and whether gate and up are concatenated or
+    interleaved. Others are asked for the same attributes; without them the shapes of a gate_up and a down weight tell the
+    order, and where they do not it is that of F.linear, [E, N, K].
+    """
+    experts, *matrix = stacks[parameter].shape
+    transposed = getattr(module, "is_transposed", None)
+    if transposed is None:
+        transposed = _looks_transposed([tuple(stack.shape) for stack in stacks.values()])
+    rows, columns = reversed(matrix) if transposed else matrix
+    gated = "gate_up" in parameter and getattr(module, "has_gate", True) and rows % 2 == 0
+    return LayerWeight(
+        parameter=parameter,
+        rows=rows,
+        columns=columns,
+        contraction=-2 if transposed else -1,
+        experts=experts,
+        shards=(rows // 2, rows // 2) if gated else (),
+        interleaved=gated and not getattr(module, "is_concatenated", True),
+    )
+
+
+def _looks_transposed(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether two of the stacks are a gate_up [E, H, 2I] and a down [E, I, H]."""
+    pairs = itertools.permutations(shapes, 2)
+    return any(up[1] == down[2] and up[2] == 2 * down[1] and up[1:] != (2 * down[2], down[1]) for up, down in pairs)
 
 
 def matrix_layer(name: str, kind: str, weight: torch.Tensor, contraction: int) -> Layer:
     """The layer of a 2-D weight, quantised already or not."""
     rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
-    quantized = weight if isinstance(weight, QuantizedTensor) else None
+    return layer_of(name, kind, [LayerWeight(parameter="weight", rows=rows, columns=columns, contraction=contraction)], [weight])
+
+
+def layer_of(name: str, kind: str, weights: Sequence[LayerWeight], values: Sequence[torch.Tensor]) -> Layer:
+    """The layer of these weights, quantised already or not."""
     return Layer(
         name=name,
         kind=kind,
-        rows=rows,
-        columns=columns,
-        contraction=contraction,
-        nbytes=quantized.stored_nbytes if quantized is not None else weight.numel() * weight.itemsize,
-        device=weight.device,
-        dtype=weight.dtype,
-        quantized=quantized,
+        weights=tuple(weights),
+        nbytes=sum(getattr(value, "stored_nbytes", value.numel() * value.itemsize) for value in values),
+        device=values[0].device,
+        dtype=values[0].dtype,
+        quantized=tuple(value.spec for value in values if isinstance(value, QuantizedTensor)),
     )

@@ -65,9 +65,9 @@ class PlannedLayer:
 
     @property
     def bytes_after(self) -> int:
-        if self.scheme is None or self.layer.tied_to or self.layer.quantized is not None:
+        if self.scheme is None or self.layer.tied_to or self.layer.quantized:
             return self.bytes_before
-        return self.scheme.weight.nbytes(self.layer.rows, self.layer.columns)
+        return sum(weight.spec(self.scheme, self.layer.dtype, "auto").nbytes for weight in self.layer.weights)
 
     def to_dict(self) -> dict[str, Any]:
         activation = self.scheme.activation if self.scheme else None
@@ -105,6 +105,11 @@ class Plan:
         return [layer for layer in self.layers if layer.scheme is not None]
 
     @property
+    def expert_bytes_left(self) -> int:
+        """Bytes of the expert layers that stay as they are."""
+        return sum(layer.bytes_before for layer in self.layers if layer.layer.kind == "moe" and layer.scheme is None)
+
+    @property
     def model_bytes_after(self) -> int:
         saved = sum(layer.bytes_before - layer.bytes_after for layer in self.chosen)
         return self.model_bytes - saved
@@ -115,6 +120,12 @@ class Plan:
         for layer in self.layers:
             groups[group_name(layer.name), outcome(layer)].append(layer)
         return dict(groups)
+
+    def experts_left(self) -> list[str]:
+        """The line that says how much of the experts is not quantised; none for a model without experts."""
+        if all(layer.layer.kind != "moe" for layer in self.layers):
+            return []
+        return [f"experts left as they are: {megabytes(self.expert_bytes_left)} MB"]
 
     def summary(self) -> Iterator[str]:
         """One log line a group, e.g. ``self_attn.o_proj: 24 (from quantization: mxfp8)``."""
@@ -141,6 +152,7 @@ class Plan:
             [
                 *format_table(rows),
                 f"quantised layers: {len(self.chosen)} of {len(self.layers)}, {megabytes(before)} -> {megabytes(after)} MB",
+                *self.experts_left(),
                 f"whole model: {megabytes(self.model_bytes)} -> {megabytes(self.model_bytes_after)} MB on {self.device}",
             ]
         )
@@ -150,6 +162,7 @@ class Plan:
             "device": self.device,
             "model_bytes_before": self.model_bytes,
             "model_bytes_after": self.model_bytes_after,
+            "expert_bytes_left": self.expert_bytes_left,
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
@@ -289,14 +302,14 @@ def plan_layers(
     device_type, capability = device_key(target)
     kinds = {layer.name: layer.kind for layer in layers}
     aliases = {
-        layer.name: [f"{layer.name}.{parameter}" for parameter in layer.parameters] for layer in layers if layer.kind == "moe"
+        layer.name: [f"{layer.name}.{weight.parameter}" for weight in layer.weights] for layer in layers if layer.kind == "moe"
     }
     decisions = decide(kinds, policy, packed_modules_mapping, strict, aliases, containers)
     if not strict:
         for message in unmatched(kinds, policy, packed_modules_mapping, aliases, containers):
             log.warning("%s", message)
     planned = [
-        _planned(layer, decisions[layer.name], device_type, capability, linear_backend)
+        _planned(layer, decisions[layer.name], device_type, capability, moe_backend if layer.kind == "moe" else linear_backend)
         for layer in layers
         if layer.kind in PLANNED_KINDS
     ]
@@ -318,33 +331,40 @@ def _device(device: torch.device | str | None, layers: Sequence[Layer]) -> torch
 
 
 def _planned(
-    layer: Layer, decision: Decision, device: str, capability: tuple[int, int] | None, linear_backend: str
+    layer: Layer, decision: Decision, device: str, capability: tuple[int, int] | None, backend: str
 ) -> PlannedLayer:
     stays = PlannedLayer(layer=layer, scheme=None, rule=decision.rule, fused_name=decision.fused_name, reason=decision.reason)
     if decision.request is None:
-        if layer.quantized is not None:
-            spec = layer.quantized.spec
-            return replace(stays, scheme=spec.scheme, rule=QUANTIZED_ALREADY, reason="")
+        if layer.quantized:
+            return replace(stays, scheme=layer.quantized[0].scheme, rule=QUANTIZED_ALREADY, reason="")
         return stays
-    if layer.kind == "moe":
-        return replace(stays, reason=f"{NO_METHOD}: this version of fxquant has no expert kernels")
     if not layer.dtype.is_floating_point or layer.dtype.itemsize not in (2, 4):
         return replace(stays, reason=f"{NO_METHOD}: the weight is {layer.dtype}, needed is float16, bfloat16 or float32")
     scheme = resolve_activation(decision.request, capability)
-    problem = Problem(scheme=scheme, rows=layer.rows, columns=layer.columns, device=device, capability=capability)
-    try:
-        kernel = choose(problem, linear_backend)
-    except UnsupportedError as error:
-        if linear_backend != "auto":
-            raise UnsupportedError(f"{layer.name}: {error}") from None
-        return replace(stays, reason=f"{NO_METHOD}: {error}")
-    return replace(stays, scheme=scheme, kernel=kernel, reason="")
+    kernels = []
+    for weight in layer.weights:
+        problem = Problem(
+            scheme=scheme,
+            rows=weight.rows,
+            columns=weight.columns,
+            dtype=layer.dtype,
+            experts=weight.experts,
+            device=device,
+            capability=capability,
+        )
+        try:
+            kernels.append(choose(problem, backend))
+        except UnsupportedError as error:
+            if backend != "auto":
+                raise UnsupportedError(f"{layer.name}: {error}") from None
+            return replace(stays, reason=f"{NO_METHOD}: {error}")
+    return replace(stays, scheme=scheme, kernel=kernels[0], reason="")
 
 
 def resolve_activation(request: SchemeRequest, capability: tuple[int, int] | None) -> Scheme:
     """The scheme that a request means on a device of this capability."""
     activation = default_activation(request.weight, capability) if request.activation is DEFAULT else request.activation
-    return Scheme(weight=request.weight, activation=activation)
+    return Scheme(weight=request.weight, activation=activation, scale_search=request.scale_search)
 
 
 def _check_ties(planned: Sequence[PlannedLayer]) -> None:

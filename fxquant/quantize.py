@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from .errors import RuleError, UnsupportedError
 from .kernels.quantized_tensor import QuantizedTensor
+from .kernels.weight_spec import WeightSpec, dequantized, quantized_components
+from .layers import LayerWeight
 from .log import log
 from .memory import return_free_memory
 from .planner import QUANTIZED_ALREADY, Plan, PlannedLayer, checked_model, model_nbytes, plan
@@ -63,12 +66,12 @@ def quantize_(
         strict=strict,
         packed_modules_mapping=packed_modules_mapping,
     )
-    to_convert = _check(model, decided, linear_backend)
+    to_convert = _check(model, decided, backends := {"linear": linear_backend, "moe": moe_backend})
     for line in decided.summary():
         log.info("%s", line)
     bytes_before = model_nbytes(model)
     with torch.inference_mode(False), torch.no_grad():
-        energies = _convert(model, to_convert, device, linear_backend, progress)
+        energies = _convert(model, to_convert, device, backends, progress)
         model.requires_grad_(False)
         if device is not None:
             model.to(device)
@@ -81,79 +84,111 @@ def quantize_(
     )
 
 
-def _check(model: nn.Module, decided: Plan, linear_backend: str) -> list[PlannedLayer]:
+def _check(model: nn.Module, decided: Plan, backends: Mapping[str, str]) -> list[PlannedLayer]:
     """The layers still to convert, after every reason to refuse was looked for."""
     if not decided.chosen:
         reasons = "\n".join(f"  {line}" for line in decided.summary()) or "  the model has no linear or expert layer"
         raise UnsupportedError(f"nothing would be quantised:\n{reasons}\nchoose another scheme, or other rules")
     to_convert = []
     for layer in decided.chosen:
-        quantized = layer.layer.quantized
-        if quantized is not None:
-            found, asked = quantized.spec.scheme, layer.scheme
-            if layer.rule != QUANTIZED_ALREADY and (found != asked or linear_backend not in ("auto", quantized.spec.backend)):
+        backend = _backend(layer, backends)
+        for spec in layer.layer.quantized:
+            found, asked = spec.scheme, layer.scheme
+            if layer.rule != QUANTIZED_ALREADY and (found != asked or backend not in ("auto", spec.backend)):
                 raise RuleError(
-                    f"{layer.name} is quantised as {found} with backend {quantized.spec.backend} already; {asked} with backend "
-                    f"{linear_backend} is asked for ({layer.rule}); load the original weights to quantise it another way",
+                    f"{layer.name} is quantised as {found} with backend {spec.backend} already; {asked} with backend "
+                    f"{backend} is asked for ({layer.rule}); load the original weights to quantise it another way",
                     (layer.name,),
                 )
-            continue
-        to_convert.append(layer)
+        if len(layer.layer.quantized) < len(layer.layer.weights):
+            to_convert.append(layer)
     for layer in to_convert:
-        weight = _weight(model, layer)
-        if weight.is_meta:
-            raise UnsupportedError(
-                f"{layer.name}: the weight is on the meta device and has no data; load the weights first (plan() works on meta)"
-            )
-        bounds = torch.stack(torch.aminmax(weight.detach())) if weight.numel() else weight.detach().new_zeros(1)
-        if not bool(bounds.isfinite().all()):
-            raise UnsupportedError(
-                f"{layer.name or '(root)'}: the weight holds NaN or infinity; check the checkpoint, or leave the layer out: "
-                f'quantization_config={{"ignore": ["{layer.name}"]}}'
-            )
+        for name, parameter in _parameters(model, layer):
+            if parameter.is_meta:
+                raise UnsupportedError(
+                    f"{name}: the weight is on the meta device and has no data; load the weights first (plan() works on meta)"
+                )
+            values = parameter.detach()
+            bounds = torch.stack(torch.aminmax(values)) if values.numel() else values.new_zeros(1)
+            if not bool(bounds.isfinite().all()):
+                raise UnsupportedError(
+                    f"{name}: the weight holds NaN or infinity; check the checkpoint, or leave the layer out: "
+                    f'quantization_config={{"ignore": ["{layer.name}"]}}'
+                )
     return to_convert
 
 
-def _weight(model: nn.Module, layer: PlannedLayer) -> nn.Parameter:
-    weight = model.get_submodule(layer.name)._parameters[layer.layer.parameters[0]]
-    assert weight is not None, layer.name
-    return weight
+def _backend(layer: PlannedLayer, backends: Mapping[str, str]) -> str:
+    return backends["moe" if layer.layer.kind == "moe" else "linear"]
+
+
+def _parameters(model: nn.Module, layer: PlannedLayer) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name for messages, weight) for the layer's weights."""
+    module = model.get_submodule(layer.name)
+    for weight in layer.layer.weights:
+        parameter = module._parameters[weight.parameter]
+        assert parameter is not None, layer.name
+        name = f"{layer.name}.{weight.parameter}" if layer.layer.kind == "moe" else layer.name
+        yield name or "(root)", parameter
 
 
 def _convert(
     model: nn.Module,
     layers: Sequence[PlannedLayer],
     device: torch.device | str | None,
-    linear_backend: str,
+    backends: Mapping[str, str],
     progress: bool | None,
 ) -> dict[str, Energy]:
     from tqdm import tqdm
 
     energies: dict[str, Energy] = {}
-    converted: dict[str, nn.Parameter] = {}
     show = sys.stderr.isatty() if progress is None else progress
     for layer in tqdm(layers, desc="quantising", unit="layer", disable=not show):
-        owner = layer.layer.tied_to
-        if owner in converted:
-            parameter = converted[owner]
+        module, owner = model.get_submodule(layer.name), layer.layer.tied_to
+        if owner in energies:
+            module._parameters.update({w.parameter: model.get_parameter(f"{owner}.{w.parameter}") for w in layer.layer.weights})
         else:
-            parameter, energies[layer.name] = _quantized_parameter(_weight(model, layer), layer, device, linear_backend)
-            converted[layer.name] = parameter
-        model.get_submodule(layer.name)._parameters[layer.layer.parameters[0]] = parameter
+            energies[layer.name] = Energy(signal=0.0, noise=0.0)
+            for weight in layer.layer.weights:
+                energies[layer.name] += _convert_parameter(module, weight, layer, device, _backend(layer, backends))
         return_free_memory()
     return energies
 
 
-def _quantized_parameter(
-    weight: nn.Parameter, layer: PlannedLayer, device: torch.device | str | None, linear_backend: str
-) -> tuple[nn.Parameter, Energy]:
+def _convert_parameter(
+    module: nn.Module, weight: LayerWeight, layer: PlannedLayer, device: torch.device | str | None, backend: str
+) -> Energy:
+    """Put the quantised weight in the place of its original; matrix by matrix, so that little is held beside the two."""
     assert layer.scheme is not None
-    values = weight.detach() if device is None else weight.detach().to(device)
-    quantized = QuantizedTensor.from_float(values, layer.scheme, contraction=layer.layer.contraction, backend=linear_backend)
+    original = module._parameters[weight.parameter]
+    assert original is not None
+    if isinstance(original, QuantizedTensor):
+        return Energy(signal=0.0, noise=0.0)
+    spec = weight.spec(layer.scheme, original.dtype, backend)
+    if weight.experts:
+        components: list[torch.Tensor] = []
+        energy, single = Energy(signal=0.0, noise=0.0), replace(spec, experts=0)
+        for index, matrix in enumerate(original.detach()):
+            parts, noise = _quantized(matrix, single, device)
+            components = components or [part.new_empty((weight.experts, *part.shape)) for part in parts]
+            for stack, part in zip(components, parts, strict=True):
+                stack[index].copy_(part)
+            energy += noise
+    else:
+        components, energy = _quantized(original.detach(), spec, device)
+    module._parameters[weight.parameter] = nn.Parameter(QuantizedTensor(components, spec), requires_grad=False)
+    return energy
+
+
+def _quantized(
+    matrix: torch.Tensor, spec: WeightSpec, device: torch.device | str | None
+) -> tuple[list[torch.Tensor], Energy]:
+    """Components of one matrix, and what quantising it changed."""
+    values = matrix if device is None else matrix.to(device)
+    components = quantized_components(values, spec)
     exact = values.float()
-    noise = quantized.dequantize(torch.float32).sub_(exact)
-    energy = Energy(signal=_sum_of_squares(exact), noise=_sum_of_squares(noise))
-    return nn.Parameter(quantized, requires_grad=False), energy
+    noise = dequantized(components, spec, torch.float32).sub(exact)
+    return components, Energy(signal=_sum_of_squares(exact), noise=_sum_of_squares(noise))
 
 
 def _sum_of_squares(values: torch.Tensor) -> float:

@@ -17,6 +17,9 @@ class Energy:
     signal: float
     noise: float
 
+    def __add__(self, other: Energy) -> Energy:
+        return Energy(signal=self.signal + other.signal, noise=self.noise + other.noise)
+
 
 def sqnr_db(energies: Sequence[Energy]) -> float:
     """Signal to quantisation noise in dB over some weights; inf where nothing changed, nan without weights."""
@@ -72,6 +75,7 @@ class Report:
                 *format_table(rows),
                 *stays,
                 f"quantised layers: {len(chosen)} of {len(self.plan.layers)}, {megabytes(before)} -> {megabytes(after)} MB",
+                *self.plan.experts_left(),
                 f"whole model: {megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} MB in {self.seconds:.1f} s",
             ]
         )
@@ -85,6 +89,7 @@ class Report:
                     "group": group,
                     "count": len(layers),
                     "scheme": str(first.scheme) if first.scheme else None,
+                    "scale_search": first.scheme.scale_search if first.scheme else None,
                     "rule": first.rule,
                     "outcome": outcome(first),
                     "reason": first.reason or None,
@@ -99,6 +104,7 @@ class Report:
             "model_bytes_after": self.bytes_after,
             "quantised_bytes_before": sum(layer.bytes_before for layer in self.plan.chosen),
             "quantised_bytes_after": sum(layer.bytes_after for layer in self.plan.chosen),
+            "expert_bytes_left": self.plan.expert_bytes_left,
             "seconds": self.seconds,
             "layers": self.plan.to_dict()["layers"],
         }

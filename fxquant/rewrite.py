@@ -18,14 +18,20 @@ from .conversions import CONVERSIONS
 from .errors import RuleError, UnsupportedError
 from .graph_layers import graph_layers, layer_name
 from .kernels.capability import Problem, choose
+from .kernels.pack import packed_spec
 from .kernels.quantized_tensor import QuantizedTensor
 from .kernels.weight_spec import WeightSpec
 from .log import log, warn_once
 from .options import BackendOptions
+from .passes.fuse_siblings import PACK_KEY, PACKED_WITH_KEY, PackedInput
 from .passes.inline_checkpoints import inline_checkpoints
 from .passes.pipeline import run_passes
 from .passes.rewrite_sites import META_KEY, QuantizedInput
+from .passes.weights import value_of
 from .planner import NO_METHOD, Plan, megabytes, plan_layers
+
+_STATIC = {"tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
+"""Meta of a placeholder whose tensors stay where they are: a CUDA graph need not copy them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +54,39 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Weights that the rewritten graph reads as one, stacked in this order."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def spec(self) -> WeightSpec:
+        return packed_spec(tuple(slot.spec for slot in self.slots))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calls:
     """How the inputs of a traced graph become those of the rewritten one. Holds no tensor.
 
     Args:
         traced: Dynamo's graph as it came.
-        groups: the weights among its inputs, those that are looked up alike together.
+        groups: the weights among its inputs that are read one by one, those with equally many components together.
+        packs: the weights that are read as stacks, likewise.
         kept: indices of the inputs that the rewritten graph takes as they are; behind them come, for each group, the first
-            components of all its slots' weights, the second ones, and so on.
+            components of all its weights, the second ones, and so on; then the same for the stacks.
         user_inputs: indices of the float tensors among them that are neither parameter nor buffer.
     """
 
     traced: fx.GraphModule
     groups: tuple[tuple[Slot, ...], ...]
+    packs: tuple[tuple[Packing, ...], ...]
     kept: tuple[int, ...]
     user_inputs: tuple[int, ...]
 
     @property
     def slots(self) -> Iterator[Slot]:
-        return itertools.chain.from_iterable(self.groups)
+        packed = (packing.slots for packing in itertools.chain.from_iterable(self.packs))
+        return itertools.chain.from_iterable((*self.groups, *packed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +107,21 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendO
     slots = _find_slots(traced.graph, example_inputs, options)
     rewritten = _copy(traced)
     weights = {slot.index: _weight(slot, example_inputs[slot.index]) for slot in slots}
-    groups = _groups(slots)
-    kept, inputs = _swap_inputs(rewritten.graph, example_inputs, groups, weights, options)
+    placeholders = list(rewritten.graph.find_nodes(op="placeholder"))
+    _add_components(rewritten.graph, placeholders, example_inputs, slots, weights, options)
     matches = run_passes(rewritten.graph)
-    for node in rewritten.graph.find_nodes(op="placeholder"):
-        if META_KEY in node.meta and not node.meta[META_KEY].float_reads:
-            rewritten.graph.erase_node(node)
+    groups, packs = _order(rewritten.graph, placeholders, slots)
+    replaced = {slot.index for slot in slots if not slot.float_reads}
+    calls = Calls(
+        traced=traced,
+        groups=groups,
+        packs=packs,
+        kept=tuple(index for index in range(len(placeholders)) if index not in replaced),
+        user_inputs=_user_inputs(traced.graph, example_inputs),
+    )
+    inputs = [example_inputs[index] for index in calls.kept]
+    inputs += [value_of(node) for node in rewritten.graph.find_nodes(op="placeholder")[len(inputs) :]]
     rewritten.recompile()
-    calls = Calls(traced=traced, groups=groups, kept=tuple(kept), user_inputs=_user_inputs(traced.graph, example_inputs))
     return Rewritten(gm=rewritten, inputs=inputs, calls=calls, matches=matches)
 
 
@@ -115,14 +142,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def _groups(slots: Sequence[Slot]) -> tuple[tuple[Slot, ...], ...]:
-    """Slots that are looked up alike and have equally many components."""
-    groups: dict[tuple[bool, tuple[str, ...]], list[Slot]] = defaultdict(list)
-    for slot in slots:
-        groups[slot.plain, slot.spec.scheme.weight.components].append(slot)
-    return tuple(map(tuple, groups.values()))
-
-
 def _find_slots(graph: fx.Graph, inputs: Sequence[Any], options: BackendOptions) -> list[Slot]:
     placeholders = list(graph.find_nodes(op="placeholder"))
     slots = []
@@ -138,7 +157,7 @@ def _plain_slots(
     policy = options.policy()
     layers = graph_layers(graph, inputs)
     if policy is None:
-        if not converted and any(layer.kind == "linear" for layer, _ in layers):
+        if not converted and any(layer.kind in ("linear", "moe") for layer, _ in layers):
             warn_once(
                 "fxquant backend: no quantization option and no quantised weight: a graph is compiled as it is; give "
                 'options={"quantization": ...} or convert the model first: fxquant.quantize_(model, ...)'
@@ -167,20 +186,15 @@ def _plain_slots(
         log.info("%s", line)
     by_name = {layer.name: layer for layer in decided.chosen}
     slots = []
-    embedded = {node for layer, node in layers if layer.kind == "embedding"}
-    for layer, node in layers:
+    embedded = {node for layer, nodes in layers for node in nodes if layer.kind == "embedding"}
+    for layer, nodes in layers:
         chosen = by_name.get(layer.name)
         if chosen is not None and chosen.scheme is not None and layer.tied_to is None:
-            spec = WeightSpec(
-                scheme=chosen.scheme,
-                rows=layer.rows,
-                columns=layer.columns,
-                dtype=layer.dtype,
-                contraction=layer.contraction,
-                backend=options.linear_backend,
-            )
-            index = placeholders.index(node)
-            slots.append(Slot(index=index, spec=spec, name=layer.name, plain=True, float_reads=node in embedded))
+            backend = options.moe_backend if layer.kind == "moe" else options.linear_backend
+            for weight, node in zip(layer.weights, nodes, strict=True):
+                spec = weight.spec(chosen.scheme, layer.dtype, backend)
+                index = placeholders.index(node)
+                slots.append(Slot(index=index, spec=spec, name=layer.name, plain=True, float_reads=node in embedded))
     if not slots and not converted:
         _say_nothing_is_quantised(decided, inputs, options)
     _say_originals_stay(slots, inputs)
@@ -193,7 +207,7 @@ def _say_nothing_is_quantised(decided: Plan, inputs: Sequence[Any], options: Bac
         raise UnsupportedError(
             "nothing would be quantised:\n  " + "\n  ".join(lines) + "\nchoose another scheme, or other rules"
         )
-    if any(isinstance(value, nn.Parameter) and value.dim() == 2 for value in inputs):
+    if any(isinstance(value, nn.Parameter) and value.dim() in (2, 3) for value in inputs):
         lines = lines or [
             "it multiplies with no weight that a rule can reach: a fused call such as PyTorch's fast path of",
             "  nn.TransformerEncoderLayer (torch.backends.mha.set_fastpath_enabled(False) takes it apart)",
@@ -219,48 +233,83 @@ def _weight(slot: Slot, value: Tensor) -> QuantizedTensor:
     return value
 
 
-def _swap_inputs(
+def _add_components(
     graph: fx.Graph,
+    placeholders: Sequence[fx.Node],
     inputs: Sequence[Any],
-    groups: Sequence[Sequence[Slot]],
+    slots: Sequence[Slot],
     weights: Mapping[int, QuantizedTensor],
     options: BackendOptions,
-) -> tuple[list[int], list[Any]]:
-    """Put placeholders for the components behind the others and mark the weights' own; returns kept indices and inputs.
-
-    The weights' own placeholders are dropped once the passes have taken every use from them.
-    """
-    placeholders = list(graph.find_nodes(op="placeholder"))
+) -> None:
+    """Put placeholders for the weights' components behind the others and mark the weights' own."""
     fake_mode = detect_fake_mode(inputs) or _tracing_fake_mode()
-    replaced = {slot.index for group in groups for slot in group if not slot.float_reads}
-    kept = [index for index in range(len(inputs)) if index not in replaced]
-    new_inputs = [inputs[index] for index in kept]
+    owners = {id(weights[slot.index].record): placeholders[slot.index] for slot in slots}
     last = placeholders[-1] if placeholders else None
-    for group in groups:
-        parts: list[list[fx.Node]] = [[] for _ in group]
-        for position, name in enumerate(group[0].spec.scheme.weight.components):
-            for slot, nodes in zip(group, parts, strict=True):
-                component, node = weights[slot.index].components[position], placeholders[slot.index]
-                fake = component if fake_mode is None else fake_mode.from_tensor(component, static_shapes=True)
-                with graph.inserting_after(last):
-                    last = graph.placeholder(f"{node.name}_{name}")
-                last.meta = {"example_value": fake, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
-                _set_source(last, node, name)
-                nodes.append(last)
-                new_inputs.append(fake)
-        for slot, nodes in zip(group, parts, strict=True):
-            spec = _with_backend(slot, weights[slot.index], options.linear_backend)
-            placeholders[slot.index].meta[META_KEY] = QuantizedInput(
-                components=tuple(nodes), spec=spec, name=slot.name, float_reads=slot.float_reads
-            )
-    return kept, new_inputs
+    for slot in slots:
+        owner, weight, nodes = placeholders[slot.index], weights[slot.index], []
+        for name, component in zip(slot.spec.scheme.weight.components, weight.components, strict=True):
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"{owner.name}_{name}")
+            fake = component if fake_mode is None else fake_mode.from_tensor(component, static_shapes=True)
+            last.meta = {"example_value": fake, **_STATIC}
+            _set_source(last, owner, name)
+            nodes.append(last)
+        spec = _with_backend(slot, weight, options)
+        owner.meta[META_KEY] = QuantizedInput(components=tuple(nodes), spec=spec, name=slot.name, float_reads=slot.float_reads)
+        if weight.pack is not None:
+            owner.meta[PACKED_WITH_KEY] = tuple(owners.get(id(member)) for member in weight.pack.members)
 
 
-def _with_backend(slot: Slot, weight: QuantizedTensor, family: str) -> WeightSpec:
+def _order(
+    graph: fx.Graph, placeholders: Sequence[fx.Node], slots: Sequence[Slot]
+) -> tuple[tuple[tuple[Slot, ...], ...], tuple[tuple[Packing, ...], ...]]:
+    """Drop the placeholders that the passes left without a use and put the others into the order that ``Calls`` describes.
+
+    Returns:
+        The groups and the packs of ``Calls``.
+    """
+    slot_of = {placeholders[slot.index]: slot for slot in slots}
+    packed = dict.fromkeys(node.meta[PACK_KEY] for node in graph.find_nodes(op="placeholder") if PACK_KEY in node.meta)
+    members = {member for pack in packed for member in pack.members}
+    groups: dict[Any, list[fx.Node]] = defaultdict(list)
+    packs: dict[Any, list[PackedInput]] = defaultdict(list)
+    for node, slot in slot_of.items():
+        if node not in members:
+            groups[slot.spec.scheme.weight.components].append(node)
+    for pack in packed:
+        names = slot_of[pack.members[0]].spec.scheme.weight.components
+        packs[names].append(pack)
+        for node, name in zip(pack.components, names, strict=True):
+            node.meta.update(_STATIC)
+            _set_source(node, pack.members[0], f"pack_{name}")
+    body = next(node for node in graph.nodes if node.op != "placeholder")
+    inputs = [[node.meta[META_KEY] for node in group] for group in groups.values()]
+    for alike in (*inputs, *packs.values()):
+        for column in zip(*(weight.components for weight in alike), strict=True):
+            for node in column:
+                body.prepend(node)
+    for node, slot in slot_of.items():
+        if node in members:
+            for component in node.meta[META_KEY].components:
+                graph.erase_node(component)
+        if not slot.float_reads:
+            graph.erase_node(node)
+    return (
+        tuple(tuple(slot_of[node] for node in group) for group in groups.values()),
+        tuple(
+            tuple(Packing(slots=tuple(slot_of[member] for member in pack.members)) for pack in group)
+            for group in packs.values()
+        ),
+    )
+
+
+def _with_backend(slot: Slot, weight: QuantizedTensor, options: BackendOptions) -> WeightSpec:
     """The slot's spec with the kernel family that the options pin, checked."""
+    family = options.moe_backend if slot.spec.experts else options.linear_backend
     spec = slot.spec if family == "auto" else replace(slot.spec, backend=family)
+    problem = Problem.on(weight.device, spec.scheme, spec.rows, spec.columns, dtype=spec.dtype, experts=spec.experts)
     try:
-        choose(Problem.on(weight.device, spec.scheme, spec.rows, spec.columns), spec.backend)
+        choose(problem, spec.backend)
     except UnsupportedError as error:
         raise UnsupportedError(f"{slot.name}: {error}") from None
     return spec

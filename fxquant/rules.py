@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher, get_close_matches
 
 from .errors import ConfigError, RuleError
@@ -39,6 +39,7 @@ class Policy:
         moe_origin: the same for ``moe``.
         targets: (pattern, shorthand name) pairs; where there are any, they alone choose schemes.
         ignore: patterns of the layers to leave as they are.
+        scale_search: how the block scales of 4-bit weights are found; other formats ignore it.
     """
 
     linear: SchemeRequest | None = None
@@ -47,6 +48,7 @@ class Policy:
     moe_origin: str = "no rule"
     targets: tuple[tuple[Pattern, str], ...] = ()
     ignore: tuple[Pattern, ...] = ()
+    scale_search: str = "amax"
 
     def slot(self, slot: Slot) -> tuple[SchemeRequest | None, str]:
         """The slot's request and its origin."""
@@ -72,6 +74,13 @@ class Decision:
     def reason(self) -> str:
         """Why the layer stays as it is; empty when it is quantised."""
         return self.rule if self.request is None else ""
+
+    def searching(self, scale_search: str) -> Decision:
+        """The decision with this search for block scales, which the rule then names; itself where that changes nothing."""
+        request = self.request and self.request.searching(scale_search)
+        if request == self.request:
+            return self
+        return replace(self, request=request, rule=f"{self.rule}, scale_search {scale_search}")
 
 
 def decide(
@@ -108,7 +117,7 @@ def decide(
         if isinstance(outcome, _Problem):
             problems.append(outcome)
         else:
-            decisions.update(dict.fromkeys(site.layers, outcome))
+            decisions.update(dict.fromkeys(site.layers, outcome.searching(policy.scale_search)))
     stray = unmatched(layers, policy, packed_modules_mapping, aliases, containers) if strict else []
     if stray:
         stray.append("(strict=False, on the command line --allow-unmatched, makes a pattern without a match a warning.)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +11,18 @@ import torch
 
 from .conversions import CONVERSIONS
 from .errors import UnsupportedError
+from .kernels.pack import is_packed, pack
+from .kernels.quantized_tensor import QuantizedTensor
 from .log import warn_once
-from .rewrite import Calls
+from .rewrite import Calls, Packing, Slot
 
 _record = operator.attrgetter("record")
+_pack = operator.attrgetter("pack")
+_members = operator.attrgetter("members")
+
+_Columns = Callable[[tuple[Any, ...]], Sequence[Any] | None]
+"""Inputs of the rewritten graph, column by column, from those of the traced one with plain weights quantised; None where a
+weight is not what the graph was compiled for."""
 
 
 def runner(calls: Calls, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,33 +32,90 @@ def runner(calls: Calls, compiled: Callable[..., Any]) -> Callable[..., Any]:
     per call for every weight of the graph, hence the itemgetters, map and zip in place of loops.
     """
     take_kept, user_inputs = _taker(calls.kept), calls.user_inputs
-    stored = [
-        (_taker([slot.index for slot in group]), tuple(slot.spec for slot in group))
-        for group in calls.groups
-        if not group[0].plain
-    ]
-    copied = [group for group in calls.groups if group[0].plain]
+    copied = [slot for slot in calls.slots if slot.plain]
+    columns_of = [_single(group) for group in calls.groups] + [_packed(group) for group in calls.packs]
 
     def run(*args: Any) -> Any:
         if user_inputs and torch.is_grad_enabled():
             args = _without_grad(args, user_inputs)
-        inputs = [*take_kept(args)]
-        for take, specs in stored:
-            try:
-                found, *columns = zip(*map(_record, take(args)), strict=True)
-            except (AttributeError, ValueError):  # not a QuantizedTensor, or one with other components
+        inputs, weights = [*take_kept(args)], args
+        if copied:
+            given = list(args)
+            for slot in copied:
+                given[slot.index] = CONVERSIONS.get(args[slot.index], slot.spec, slot.name)
+            weights = tuple(given)
+        for columns in columns_of:
+            found = columns(weights)
+            if found is None:
                 return _run_eagerly(calls, args)
-            if found != specs:
-                return _run_eagerly(calls, args)
-            for column in columns:
-                inputs += column
-        for group in copied:
-            _, *columns = zip(*(CONVERSIONS.get(args[s.index], s.spec, s.name).record for s in group), strict=True)
-            for column in columns:
+            for column in found:
                 inputs += column
         return compiled(*inputs)
 
     return run
+
+
+def _single(group: Sequence[Slot]) -> _Columns:
+    """The components of weights."""
+    take, specs = _taker([slot.index for slot in group]), tuple(slot.spec for slot in group)
+
+    def columns(weights: tuple[Any, ...]) -> Sequence[Any] | None:
+        try:
+            found, *components = zip(*map(_record, take(weights)), strict=True)
+        except (AttributeError, ValueError):  # not a QuantizedTensor, or one with other components
+            return None
+        return components if found == specs else None
+
+    return columns
+
+
+def _packed(group: Sequence[Packing]) -> _Columns:
+    """The components of stacks of weights; they are made where the weights that arrive are not packed in this way.
+
+    They are not at first, with another layer of those that share the graph, and where a weight was replaced.
+    """
+    take_first = _taker([packing.slots[0].index for packing in group])
+    take = _taker([slot.index for packing in group for slot in packing.slots])
+    specs = tuple(packing.spec for packing in group)
+
+    def ready(weights: tuple[Any, ...]) -> Sequence[Any] | None:
+        try:
+            packs = list(map(_pack, take_first(weights)))
+            found, *components = zip(*map(_record, packs), strict=True)
+            known = itertools.chain.from_iterable(map(_members, packs))
+            if found == specs and all(map(operator.is_, map(_record, take(weights)), known)):
+                return components
+        except (AttributeError, ValueError):  # not a QuantizedTensor, or one that is not packed
+            pass
+        return None
+
+    def columns(weights: tuple[Any, ...]) -> Sequence[Any] | None:
+        found = ready(weights)
+        if found is None and _make_packs(group, weights):
+            found = ready(weights)
+        return found
+
+    return columns
+
+
+def _make_packs(group: Sequence[Packing], weights: tuple[Any, ...]) -> bool:
+    """Pack what is not yet; False where a weight is not what the graph was compiled for."""
+    stacks = [([weights[slot.index] for slot in packing.slots], packing) for packing in group]
+    for members, packing in stacks:
+        for member, slot in zip(members, packing.slots, strict=True):
+            if not isinstance(member, QuantizedTensor) or member.spec != slot.spec or member.device != members[0].device:
+                return False
+        if len(set(map(id, members))) < len(members):  # one weight in two places has one place in memory
+            return False
+    for members, _ in stacks:
+        if not is_packed(members):
+            if all(member.pack is not None for member in members):
+                warn_once(
+                    "fxquant backend: two compiled graphs read the same weights packed in different ways; they are packed "
+                    "again whenever the graphs take turns, which is slow. Compile the whole model instead of its methods"
+                )
+            pack(members)
+    return True
 
 
 def _taker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from .kernels.formats import FORMATS, Format
+from .kernels.formats import FORMATS, WEIGHT_FORMATS, Format
 
 Slot = Literal["linear", "moe"]
 """The two sorts of layer that have a scheme of their own."""
@@ -36,16 +36,22 @@ class SchemeRequest:
     Args:
         weight: the format that the weight is stored in.
         activation: a format (always executed), None (weight-only), or ``DEFAULT`` (the device's default for this weight).
+        scale_search: how block scales are found: ``amax``, or ``mse`` (4-bit weights only).
     """
 
     weight: Format
     activation: Format | DefaultActivation | None = DEFAULT
+    scale_search: str = "amax"
 
     def __str__(self) -> str:
         if self.activation is None:
             return f"{self.weight.name} x {WEIGHT_ONLY}"
         name = self.activation.value if isinstance(self.activation, DefaultActivation) else self.activation.name
         return f"{self.weight.name} x {name}"
+
+    def searching(self, scale_search: str) -> SchemeRequest:
+        """The request with this search for block scales; itself where the weight's format has no use for one."""
+        return replace(self, scale_search=scale_search) if self.weight.element == "e2m1" else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,11 @@ class Shorthand:
     def request(self, slot: Slot) -> SchemeRequest | None:
         """The request for this slot, or None where the shorthand defines no method."""
         return self.linear if slot == "linear" else self.moe
+
+    def lack(self, slot: Slot) -> str:
+        """That the shorthand defines no method for this slot, and what to write instead."""
+        weights = [request.weight.name for request in (self.linear, self.moe) if request]
+        return f"defines no {slot} method; write the weight format {' or '.join(map(repr, weights))}"
 
 
 def _both(name: str, weight: str) -> Shorthand:
@@ -83,3 +94,15 @@ SHORTHANDS: dict[str, Shorthand] = {
     )
 }
 """Every shorthand by name: the values of ``quantization`` (beside ``online``), of ``targets``, and of a bare slot."""
+
+NAMES = tuple(dict.fromkeys((*SHORTHANDS, *WEIGHT_FORMATS)))
+"""Every name that a slot takes as a bare string."""
+
+
+def request_named(name: str, slot: Slot) -> SchemeRequest | None:
+    """What one of ``NAMES`` asks of a slot: as a shorthand, else as a weight format with the default activation.
+
+    None where the shorthand defines no method for the slot.
+    """
+    shorthand = SHORTHANDS.get(name)
+    return shorthand.request(slot) if shorthand else SchemeRequest(weight=FORMATS[name])

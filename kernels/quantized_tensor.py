@@ -11,9 +11,10 @@ It has the original's shape, logical dtype and device; the values live in its co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from .formats import Scheme, defined_activations, weight_format_named
 from .read_only import aliased_outputs, is_composite, written_arguments
 from .weight_spec import WeightSpec, dequantized, grouped, linear, quantized_components
 from .wrapper_tensor import WrapperTensor
+
+if TYPE_CHECKING:
+    from .pack import Pack
 
 aten = torch.ops.aten
 
@@ -45,6 +49,9 @@ class QuantizedTensor(WrapperTensor):
     record: tuple[Any, ...]
     """(spec, *components): everything that the tensor holds. One attribute, so that a compiled call reads one per weight."""
 
+    pack: Pack | None = None
+    """The stack of weights whose memory the components are views of, where a compiled graph reads them together."""
+
     @staticmethod
     def __new__(cls, components: Sequence[Tensor], spec: WeightSpec, stride: Sequence[int] | None = None) -> QuantizedTensor:
         self = cls.wrap(spec.shape, strides=stride, dtype=spec.dtype, device=components[0].device)
@@ -56,6 +63,7 @@ class QuantizedTensor(WrapperTensor):
         if len(components) != len(expected):
             raise ValueError(f"{spec.scheme.weight.name} has the components {expected}, got {len(components)} tensors")
         self.record = (_SPECS.setdefault(spec, spec), *components)
+        self.pack = None
 
     @property
     def spec(self) -> WeightSpec:
@@ -193,9 +201,18 @@ class QuantizedTensor(WrapperTensor):
         result = func(*_dequantized_tree(args), **_dequantized_tree(kwargs))
         return aliased_outputs(func, args, kwargs, result, QuantizedTensor)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            components = [c.clone() if _is_part(c) else copy.deepcopy(c, memo) for c in self.components]
+            memo[id(self)] = copied = QuantizedTensor(components, self.spec, self.stride())
+            others = {name: value for name, value in self.__dict__.items() if name not in ("record", "pack")}
+            copied.__dict__.update(copy.deepcopy(others, memo))
+        return cast(QuantizedTensor, memo[id(self)])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch cannot pickle a float8 Parameter; the raw bytes travel as uint8.
-        raw = [c.view(torch.uint8) if c.dtype.itemsize == 1 else c for c in self.components]
+        # Alone, not with the pack. torch cannot pickle a float8 Parameter; the raw bytes travel as uint8.
+        own = [c.clone() if _is_part(c) else c for c in self.components]
+        raw = [c.view(torch.uint8) if c.dtype.itemsize == 1 else c for c in own]
         return rebuild_quantized_tensor, (raw, self.spec.to_dict(), self.stride(), isinstance(self, torch.nn.Parameter))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -243,6 +260,11 @@ def rebuild_quantized_tensor(
 
 
 torch.serialization.add_safe_globals([rebuild_quantized_tensor])
+
+
+def _is_part(component: Tensor) -> bool:
+    """Whether the memory holds more than this."""
+    return component.untyped_storage().nbytes() > component.numel() * component.itemsize
 
 
 def _dequantized_tree(tree: Any) -> Any:
@@ -365,11 +387,11 @@ def _index(func: Any, self: QuantizedTensor, indices: Sequence[Tensor | None]) -
     """The matrices of the experts in a list of numbers, or of one."""
     if not self.spec.experts or len(indices) != 1 or indices[0] is None:
         return NotImplemented
-    index = indices[0]
-    if index.dim() > 1 or index.dtype not in (torch.int32, torch.int64) or index.numel() == 0:
-        return NotImplemented
+    index, count = indices[0], indices[0].numel()
+    if index.dim() > 1 or index.dtype not in (torch.int32, torch.int64) or not isinstance(count, int) or count == 0:
+        return NotImplemented  # with a number of experts that only the run knows there is no spec
     taken = [func(c.view(torch.uint8) if c.itemsize == 1 else c, [index]).view(c.dtype) for c in self.components]
-    return self.with_components(taken, experts=index.numel() if index.dim() else 0)
+    return self.with_components(taken, experts=count if index.dim() else 0)
 
 
 def _expand(func: Any, self: QuantizedTensor, size: Sequence[int], *, implicit: bool = False) -> Any:

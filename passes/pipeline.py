@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from .fuse_siblings import fuse_siblings
 from .rewrite_sites import rewrite_sites
 from .share_activations import share_activations
 
@@ -15,7 +16,7 @@ log = logging.getLogger("fxquant")
 Pass = Callable[[fx.Graph], int]
 """A pass rewrites a graph in place and returns how often it matched."""
 
-PASSES: tuple[Pass, ...] = (rewrite_sites, share_activations)
+PASSES: tuple[Pass, ...] = (rewrite_sites, share_activations, fuse_siblings)
 
 
 def run_passes(graph: fx.Graph) -> dict[str, int]:

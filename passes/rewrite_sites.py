@@ -6,19 +6,25 @@ After the pass no node uses the placeholder itself, unless its reads stay in flo
 
 from __future__ import annotations
 
+import logging
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..kernels import numerics
 from ..kernels.errors import UnsupportedError
-from ..kernels.formats import FORMATS
-from ..kernels.ops import NO_ACTIVATION
-from ..kernels.weight_spec import WeightSpec
+from ..kernels.formats import weight_format_named
+from ..kernels.ops import NO_ACTIVATION, take
+from ..kernels.weight_spec import WeightSpec, take_turns
+from .expert_sites import ExpertSite, match_expert_site, method
 from .mutation import storages, view_base, written_operands
-from .weights import Site, WeightUse, sites, value_of, weight_use
+from .weights import UNBINDS, Site, WeightUse, match_site, value_of, weight_use
+
+log = logging.getLogger("fxquant")
 
 META_KEY = "fxquant_weight"
 
@@ -46,10 +52,68 @@ def is_quantized(node: fx.Node) -> bool:
     return META_KEY in node.meta
 
 
-def dequantize_weight(components: list[Tensor], weight_format: str, dtype: torch.dtype, swapped: bool) -> Tensor:
-    """Float values of a stored weight (N, K), as (K, N) where ``swapped``; the call that the pass writes into graphs."""
-    values = numerics.dequantize(components, FORMATS[weight_format], dtype)
-    return values.mT if swapped else values
+def dequantize_weight(
+    components: list[Tensor], weight_format: str, dtype: torch.dtype, columns: int, shards: Sequence[int], interleaved: bool
+) -> Tensor:
+    """Float values of a stored weight (..., N, K); the call that the pass writes into graphs."""
+    values = numerics.dequantize(components, weight_format_named(weight_format), dtype, shards=shards, columns=columns)
+    return take_turns(values, -2, len(shards)) if interleaved else values
+
+
+def take_experts(component: Tensor, index: Any) -> Tensor:
+    """One component of the experts that ``index`` (a number, or a tensor of numbers) names; written into graphs too."""
+    if not isinstance(index, Tensor):
+        return component.select(0, index)
+    taken = take(component, index.reshape(-1))
+    return taken if index.dim() else taken.squeeze(0)
+
+
+TRACED_CALLS = (dequantize_weight, take_experts)
+"""The Python functions that the pass writes into graphs."""
+
+
+class _Writer:
+    """Writes the nodes that stand for weights and activations, each once."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self._experts: dict[tuple[fx.Node, Any], list[fx.Node]] = {}
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``x`` in ``dtype``; autocast: a product's operands are cast before they are quantised."""
+        if value_of(x).dtype == dtype:
+            return x
+        if (x, dtype) not in self._casts:
+            self._casts[x, dtype] = method(self.graph, "to", x, dtype)
+        return self._casts[x, dtype]
+
+    def components(self, use: WeightUse) -> list[fx.Node]:
+        """The nodes of a use's components."""
+        weight: QuantizedInput = use.source.meta[META_KEY]
+        if use.index is None:
+            return list(weight.components)
+        key = (use.source, use.index)
+        if key not in self._experts:
+            self._experts[key] = [self.graph.call_function(take_experts, (part, use.index)) for part in weight.components]
+        return self._experts[key]
+
+    def quantized(self, x: fx.Node, spec: WeightSpec) -> tuple[list[fx.Node], str]:
+        """(components of the activation, name of its format) for a product with a weight of ``spec``."""
+        activation = spec.scheme.activation
+        if activation is None:
+            return [x], NO_ACTIVATION
+        result = self.graph.call_function(torch.ops.fxquant.quantize_activation.default, (x, activation.name))
+        count = len(activation.components)
+        return [self.graph.call_function(operator.getitem, (result, i)) for i in range(count)], activation.name
+
+    def logical(self, product: fx.Node, spec: WeightSpec) -> fx.Node:
+        """The product's columns in the order of the logical rows of the weight."""
+        if not spec.interleaved:
+            return product
+        turns = self.graph.call_method("unflatten", (product, -1, (len(spec.shards), -1)))
+        turns = self.graph.call_method("transpose", (turns, -1, -2))
+        return self.graph.call_method("flatten", (turns, -2))
 
 
 def rewrite_sites(graph: fx.Graph) -> int:
@@ -59,41 +123,57 @@ def rewrite_sites(graph: fx.Graph) -> int:
         UnsupportedError: the graph writes to a quantised weight.
     """
     _refuse_writes(graph)
-    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    writer = _Writer(graph)
     count = 0
-    for site in sites(graph, is_quantized):
+    for node in list(graph.nodes):
+        site = match_site(node, is_quantized) or match_expert_site(node, is_quantized)
+        if site is None:
+            continue
         weight: QuantizedInput = site.weight.source.meta[META_KEY]
-        if weight.spec.contraction == site.contraction:
-            _rewrite(graph, site, weight, casts)
-            count += 1
+        if weight.spec.contraction != site.contraction:
+            log.warning(
+                "%s: the weight is quantised along another dimension than it is multiplied along, and so is dequantised in "
+                "every call; a module of experts with weights [E, K, N] says so with an attribute is_transposed = True",
+                weight.name,
+            )
+            continue
+        with graph.inserting_before(node):
+            rewrite = _rewrite if isinstance(site, Site) else _rewrite_experts
+            result = rewrite(writer, site, weight.spec)  # type: ignore[arg-type]
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        count += 1
     _dequantize_other_reads(graph)
     return count
 
 
-def _rewrite(graph: fx.Graph, site: Site, weight: QuantizedInput, casts: dict[tuple[fx.Node, torch.dtype], fx.Node]) -> None:
-    node, x = site.node, site.x
-    out_dtype = value_of(node).dtype
-    activation = weight.spec.scheme.activation
-    with graph.inserting_before(node):
-        if value_of(x).dtype != out_dtype:  # autocast: the product's operands are cast before they are quantised
-            if (x, out_dtype) not in casts:
-                casts[x, out_dtype] = graph.call_method("to", (x, out_dtype))
-                casts[x, out_dtype].meta = {"example_value": value_of(x).to(out_dtype)}
-            x = casts[x, out_dtype]
-        quantized = [x]
-        if activation is not None:
-            result = graph.call_function(torch.ops.fxquant.quantize_activation.default, (x, activation.name))
-            count = len(activation.components)
-            quantized = [graph.call_function(operator.getitem, (result, i)) for i in range(count)]
-        name = NO_ACTIVATION if activation is None else activation.name
-        scaled_mm = graph.call_function(
-            torch.ops.fxquant.scaled_mm.default,
-            (quantized, list(weight.components), site.bias, name, weight.spec.scheme.weight.name, out_dtype),
-            {"backend": weight.spec.backend},
-        )
-    scaled_mm.meta = dict(node.meta)
-    node.replace_all_uses_with(scaled_mm)
-    graph.erase_node(node)
+def _rewrite(writer: _Writer, site: Site, spec: WeightSpec) -> fx.Node:
+    out_dtype = value_of(site.node).dtype
+    quantized, activation = writer.quantized(writer.cast(site.x, out_dtype), spec)
+    bias = site.bias
+    if bias is not None and spec.interleaved:  # into the order of the stored rows
+        bias = writer.graph.call_method("unflatten", (bias, -1, (-1, len(spec.shards))))
+        bias = writer.graph.call_method("flatten", (writer.graph.call_method("transpose", (bias, -1, -2)), -2))
+    product = writer.graph.call_function(
+        torch.ops.fxquant.scaled_mm.default,
+        (quantized, writer.components(site.weight), bias, activation, spec.scheme.weight.name, out_dtype, list(spec.shards)),
+        {"backend": spec.backend},
+    )
+    return writer.logical(product, spec)
+
+
+def _rewrite_experts(writer: _Writer, site: ExpertSite, spec: WeightSpec) -> fx.Node:
+    out_dtype = value_of(site.node).dtype
+    x = site.before(writer.graph, writer.cast(site.x, out_dtype))
+    quantized, activation = writer.quantized(x, spec)
+    weight: QuantizedInput = site.weight.source.meta[META_KEY]
+    product = writer.graph.call_function(
+        torch.ops.fxquant.scaled_grouped_mm.default,
+        (quantized, list(weight.components), site.offs, site.expert_ids, activation, spec.scheme.weight.name, out_dtype),
+        {"shards": list(spec.shards), "backend": spec.backend},
+    )
+    return site.after(writer.graph, writer.logical(product, spec))
 
 
 def _dequantize_other_reads(graph: fx.Graph) -> None:
@@ -105,20 +185,38 @@ def _dequantize_other_reads(graph: fx.Graph) -> None:
     expressions = {node for node, _ in uses}
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1] if uses else None
     for node, use in uses:
-        readers = [user for user in node.users if user not in expressions]
+        readers = [user for user in node.users if user not in expressions and not _is_taken_apart(user, expressions)]
         weight: QuantizedInput = use.source.meta[META_KEY]
         if readers and not weight.float_reads:
-            swapped = use.swapped != (weight.spec.contraction == -2)
-            with graph.inserting_after(last_placeholder if node.op == "placeholder" else node):
+            spec = weight.spec
+            after = last_placeholder if node.op == "placeholder" else node
+            assert after is not None
+            with graph.inserting_before(after.next):
                 values = graph.call_function(
-                    dequantize_weight, (list(weight.components), weight.spec.scheme.weight.name, use.dtype, swapped)
+                    dequantize_weight,
+                    (
+                        _Writer(graph).components(use),
+                        spec.scheme.weight.name,
+                        use.dtype,
+                        spec.columns,
+                        list(spec.shards),
+                        spec.interleaved,
+                    ),
                 )
+                if use.swapped != (spec.contraction == -2):
+                    values = graph.call_method("transpose", (values, -1, -2))
             values.meta = {"example_value": value_of(node)}
             for user in readers:
                 user.replace_input_with(node, values)
     for node, _ in reversed(uses):
-        if not node.users and node.op != "placeholder":
-            graph.erase_node(node)
+        for user in [node, *node.users]:
+            if not user.users and (user is node or _is_taken_apart(user, expressions)) and user.op != "placeholder":
+                graph.erase_node(user)
+
+
+def _is_taken_apart(node: fx.Node, expressions: set[fx.Node]) -> bool:
+    """Whether ``node`` splits a stack of experts into matrices that are uses themselves."""
+    return node.target in UNBINDS and expressions.issuperset(node.users)
 
 
 def _refuse_writes(graph: fx.Graph) -> None:

@@ -1,4 +1,6 @@
-"""Weights in a Dynamo graph: which node stands for which, through transposes and casts, and where it is multiplied."""
+"""Weights in a Dynamo graph: which node stands for which, through transposes, casts and the choice of experts, and where it is
+multiplied. ``expert_sites`` finds the products with stacks of experts.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,9 @@ ADDMM = {torch.addmm, aten.addmm.default, "addmm"}
 _SWAPS_LAST_TWO = {torch.t, aten.t.default, aten.numpy_T.default, "t"}
 _SWAPS_GIVEN = {torch.transpose, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
 _PERMUTES = {torch.permute, aten.permute.default, "permute"}
+_SELECTS = {torch.select, aten.select.int, "select"}
+_INDEXES = {operator.getitem, aten.index.Tensor}
+UNBINDS = {torch.unbind, aten.unbind.int, "unbind"}
 _KEEPS = {torch.detach, aten.detach.default, aten.alias.default, "detach", "contiguous", "requires_grad_"}
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type", aten._to_copy.default, aten.to.dtype}
 _TRANSPOSING_ATTRIBUTES = ("T", "mT")
@@ -27,17 +32,19 @@ _TRANSPOSING_ATTRIBUTES = ("T", "mT")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUse:
-    """A node whose value is a weight, perhaps transposed or cast.
+    """A node whose value is a weight, perhaps transposed or cast, or some experts of one.
 
     Args:
         source: the placeholder of the weight.
-        swapped: whether the two dimensions are exchanged.
+        swapped: whether the last two dimensions are exchanged.
         dtype: dtype of the node's value.
+        index: what chose among the experts of a stack: a number, or a node of numbers; None: nothing did.
     """
 
     source: fx.Node
     swapped: bool
     dtype: torch.dtype
+    index: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +72,16 @@ def value_of(node: fx.Node) -> Any:
 
 
 def weight_use(node: Any, is_weight: Callable[[fx.Node], bool]) -> WeightUse | None:
-    """``node`` as a use of a weight, or None; only transposes of two dimensions and casts are looked through."""
-    swapped = False
+    """``node`` as a use of a weight, or None; transposes of the last two dimensions, casts and one index are looked through."""
+    swapped, index = False, None
     if not isinstance(node, fx.Node):
         return None
     start = node
     while node.op != "placeholder":
+        chosen = _chosen_experts(node) if index is None else None
+        if chosen is not None:
+            index, node = chosen
+            continue
         step = _step(node)
         if step is None:
             return None
@@ -78,24 +89,55 @@ def weight_use(node: Any, is_weight: Callable[[fx.Node], bool]) -> WeightUse | N
         node = node.args[0]
         if not isinstance(node, fx.Node):
             return None
-    value = value_of(start)
-    if not is_weight(node) or not isinstance(value, Tensor) or value.dim() != 2:
+    value, source = value_of(start), value_of(node)
+    if not is_weight(node) or not isinstance(value, Tensor) or source.dim() not in (2, 3):
         return None
-    return WeightUse(source=node, swapped=swapped, dtype=value.dtype)
+    if value.dim() != source.dim() and (index is None or value.dim() != 2):
+        return None
+    return WeightUse(source=node, swapped=swapped, dtype=value.dtype, index=index)
+
+
+def _chosen_experts(node: fx.Node) -> tuple[Any, fx.Node] | None:
+    """(index, the stack's node) where a node takes matrices out of a stack of experts."""
+    if node.op not in ("call_function", "call_method") or len(node.args) < 2 or not isinstance(node.args[0], fx.Node):
+        return None
+    stack, rest = node.args[0], node.args[1:]
+    if node.target in _SELECTS and len(rest) == 2 and rest[0] in (0, -3):
+        index: Any = rest[1]
+    elif node.target in _INDEXES:
+        if stack.target in UNBINDS and isinstance(stack.args[0], fx.Node) and set(stack.args[1:]) <= {0, -3}:
+            stack = stack.args[0]
+        index = rest[0][0] if isinstance(rest[0], (tuple, list)) and len(rest[0]) == 1 else rest[0]
+    else:
+        return None
+    value = value_of(stack)
+    if not isinstance(value, Tensor) or value.dim() != 3:
+        return None
+    if isinstance(index, fx.Node):
+        numbers = value_of(index)
+        one = isinstance(numbers, (int, torch.SymInt))
+        many = isinstance(numbers, Tensor) and numbers.dim() < 2 and numbers.dtype in (torch.int32, torch.int64)
+        return (index, stack) if one or many else None
+    return (index, stack) if isinstance(index, int) and not isinstance(index, bool) else None
 
 
 def _step(node: fx.Node) -> bool | None:
-    """Whether this node swaps its operand's two dimensions; None where it does something else than transpose or cast."""
+    """Whether this node swaps its operand's last two dimensions; None where it does something else than transpose or cast."""
     target, rest = node.target, node.args[1:]
-    if target in _SWAPS_LAST_TWO:
-        return True
-    if target in _SWAPS_GIVEN:
-        return len(rest) == 2 and all(isinstance(d, int) for d in rest) and rest[0] % 2 != rest[1] % 2  # type: ignore[operator]
-    if target in _PERMUTES:
-        dims = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
-        return [d % 2 for d in dims] == [1, 0] if all(isinstance(d, int) for d in dims) else None  # type: ignore[operator, union-attr]
-    if target is getattr and rest and rest[0] in _TRANSPOSING_ATTRIBUTES:
-        return True
+    operand = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(operand, Tensor) or operand.dim() not in (2, 3):
+        return None
+    last = operand.dim() - 1
+    if target in _SWAPS_LAST_TWO or (target is getattr and rest and rest[0] in _TRANSPOSING_ATTRIBUTES):
+        return True if last == 1 or rest == ("mT",) else None
+    if target in _SWAPS_GIVEN or target in _PERMUTES:
+        given = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
+        if not all(isinstance(dim, int) for dim in given):  # type: ignore[union-attr]
+            return None
+        dims = [dim % operand.dim() for dim in given]  # type: ignore[operator, union-attr]
+        if target in _PERMUTES:
+            return {(0, 1): False, (1, 0): True, (0, 1, 2): False, (0, 2, 1): True}.get(tuple(dims))
+        return True if sorted(dims) == [last - 1, last] else False if len(set(dims)) == 1 else None
     if target is getattr and rest and rest[0] == "data":
         return False
     if target in _KEEPS:
@@ -107,7 +149,7 @@ def _step(node: fx.Node) -> bool | None:
     return None
 
 
-def _arguments(node: fx.Node, *names: str) -> list[Any]:
+def arguments(node: fx.Node, *names: str) -> list[Any]:
     """Arguments by position or name, None where absent."""
     return [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)]
 
@@ -118,20 +160,26 @@ def match_site(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> Site | No
     if node.op not in ("call_function", "call_method"):
         return None
     if node.target in LINEAR:
-        x, weight, bias = _arguments(node, "input", "weight", "bias")
+        x, weight, bias = arguments(node, "input", "weight", "bias")
         contracted = -1
     elif node.target in MATMUL:
-        x, weight = _arguments(node, "input", "other" if node.target is torch.matmul else "mat2")
+        x, weight = arguments(node, "input", "other" if node.target is torch.matmul else "mat2")
         contracted = -2
     elif node.target in ADDMM and node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1:
-        bias, x, weight = _arguments(node, "input", "mat1", "mat2")
+        bias, x, weight = arguments(node, "input", "mat1", "mat2")
         contracted = -2
         if not isinstance(bias, fx.Node) or not isinstance(value_of(bias), Tensor) or value_of(bias).dim() != 1:
             return None
     else:
         return None
     use = weight_use(weight, is_weight)
-    if use is None or not isinstance(x, fx.Node) or not isinstance(value_of(x), Tensor) or "out" in node.kwargs:
+    if (
+        use is None
+        or value_of(weight).dim() != 2
+        or not isinstance(x, fx.Node)
+        or not isinstance(value_of(x), Tensor)
+        or "out" in node.kwargs
+    ):
         return None
     if weight_use(x, is_weight) is not None or not value_of(x).is_floating_point() or value_of(x).dim() == 0:
         return None

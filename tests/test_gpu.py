@@ -11,15 +11,19 @@ import torch.nn.functional as F
 import fxquant
 from fxquant import QuantizedTensor
 from fxquant.kernels import numerics
-from fxquant.kernels.formats import FORMATS, Scheme
+from fxquant.kernels.formats import FORMATS, WEIGHT_FORMATS, Scheme, defined_activations
+from fxquant.kernels.weight_spec import grouped
 from fxquant.options import EAGER_NUMERICS
+from fxquant.schemes import SHORTHANDS
+from tests.fxquant.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
 
-SCHEMES = ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
+SCHEMES = ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4"]
+PAIRS = [(weight, activation) for weight in WEIGHT_FORMATS for activation in (*defined_activations(FORMATS[weight]), None)]
 
 
-@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if numerics.has_numerics(format)])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_quantiser_bytes_equal_the_cpu(name, compiled):
     format = FORMATS[name]
@@ -29,11 +33,10 @@ def test_quantiser_bytes_equal_the_cpu(name, compiled):
         values = x.to(dtype).nan_to_num(1.0, 1.0, -1.0)
         function = torch.compile(numerics.quantize, options=EAGER_NUMERICS) if compiled else numerics.quantize
         for a, b in zip(function(values.cuda(), format), numerics.quantize(values, format), strict=True):
-            assert torch.equal(a.cpu().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+            assert torch.equal(bytes_of(a), bytes_of(b))
 
 
-@pytest.mark.parametrize("weight", ["fp8_per_tensor_static", "fp8_per_channel_static", "fp8_per_block_static"])
-@pytest.mark.parametrize("activation", ["fp8_per_token", "fp8_per_tensor_dynamic", "fp8_per_block_dynamic", None])
+@pytest.mark.parametrize(("weight", "activation"), PAIRS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_equal_the_reference(weight, activation, dtype, relative_error):
     scheme = Scheme(weight=FORMATS[weight], activation=FORMATS[activation] if activation else None)
@@ -44,6 +47,42 @@ def test_products_equal_the_reference(weight, activation, dtype, relative_error)
             got = F.linear(x.cuda(), QuantizedTensor.from_float(w.cuda(), scheme), None if bias is None else bias.cuda())
             assert got.dtype == dtype
             assert relative_error(got.cpu(), expected) < 1e-2, (m, k, n)
+
+
+@pytest.mark.parametrize(("weight", "activation"), PAIRS)
+def test_grouped_products_equal_the_reference(weight, activation, relative_error):
+    scheme = Scheme(weight=FORMATS[weight], activation=FORMATS[activation] if activation else None)
+    for experts, n, k, shards in [(5, 64, 96, (32, 32)), (8, 48, 100, ()), (2, 256, 256, (100, 156))]:
+        w = torch.randn(experts, n, k).bfloat16()
+        quantized = QuantizedTensor.from_float(w, scheme, shards=shards)
+        on_gpu = QuantizedTensor.from_float(w.cuda(), scheme, shards=shards)
+        assert all(map(torch.equal, map(bytes_of, on_gpu.components), map(bytes_of, quantized.components)))
+        for tokens in (1, 7, 300):
+            x, ids = torch.randn(tokens, k).bfloat16(), torch.randint(experts, (tokens,))
+            order, offs = ids.argsort(stable=True), torch.bincount(ids, minlength=experts).cumsum(0).int()
+            expected = grouped(x[order], quantized.components, quantized.spec, x.dtype, offs=offs)
+            x, ids, order, offs = x.cuda(), ids.cuda(), order.cuda(), offs.cuda()
+            got = grouped(x[order], on_gpu.components, on_gpu.spec, x.dtype, offs=offs)
+            assert relative_error(got.cpu(), expected) < 1e-2
+            assert torch.equal(grouped(x, on_gpu.components, on_gpu.spec, x.dtype, expert_ids=ids)[order], got)
+
+
+def bytes_of(part: torch.Tensor) -> torch.Tensor:
+    return part.cpu().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("shorthand", SHORTHANDS)
+def test_experts_compiled_equal_eager(family, shorthand, relative_error):
+    model, ids = FAMILIES[family].model().cuda(), torch.arange(24).reshape(2, 12).cuda()
+    report = fxquant.quantize_(model, shorthand)
+    assert report.plan.expert_bytes_left == 0
+    for implementation in ("grouped_mm", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        torch.compiler.reset()
+        with torch.no_grad():
+            eager = model(ids).logits
+            assert relative_error(torch.compile(model, backend="fxquant")(ids).logits, eager) < 0.04
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

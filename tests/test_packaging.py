@@ -130,7 +130,7 @@ def test_imports_go_one_way() -> None:
     [
         ("pydantic", {"fxquant.config"}),
         ("typer", {"fxquant.cli"}),
-        ("rich", {"fxquant.demo"}),
+        ("rich", {"fxquant.markdown"}),
         ("triton", {"fxquant.kernels"}),
     ],
 )

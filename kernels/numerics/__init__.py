@@ -77,25 +77,32 @@ def dequantize(
     return values[..., :columns].to(dtype)
 
 
-def _one_a_matrix(format: Format, component: str) -> bool:
-    """Whether a component holds one number a matrix, and no row dimension."""
-    return component == "global_scale" or (component == "scale" and format.block == (WHOLE, WHOLE))
+def _shard_dimension(format: Format, component: str) -> int | None:
+    """The dimension in which a component that has no rows holds one entry a shard; None: shards are stacked by rows."""
+    if component == "group_index":
+        return -2
+    return -1 if component == "global_scale" or (component == "scale" and format.block == (WHOLE, WHOLE)) else None
 
 
 def stack_shards(parts: Sequence[Sequence[Tensor]], format: Format) -> list[Tensor]:
-    """Components of several matrices as those of one stack: numbers of a matrix in a new last dimension, the rest by rows."""
-    columns = zip(format.components, zip(*parts, strict=True), strict=True)
-    return [
-        torch.stack(column, -1) if _one_a_matrix(format, component) else torch.cat(column, -2) for component, column in columns
-    ]
+    """Components of several matrices as those of one stack: what has no rows in a new dimension, the rest by rows.
+
+    Numbers of a matrix take the last dimension, (..., shards); its column order the one before, (..., shards, columns).
+    """
+    stacked = []
+    for component, column in zip(format.components, zip(*parts, strict=True), strict=True):
+        dim = _shard_dimension(format, component)
+        stacked.append(torch.cat(column, -2) if dim is None else torch.stack(column, dim))
+    return stacked
 
 
 def split_shards(components: Sequence[Tensor], format: Format, shards: Sequence[int]) -> list[list[Tensor]]:
     """The inverse of ``stack_shards``: views of the stack's components for each shard."""
     parts: list[list[Tensor]] = [[] for _ in shards]
     for component, stacked in zip(format.components, components, strict=True):
-        if _one_a_matrix(format, component):
-            pieces: Sequence[Tensor] = stacked.unbind(-1)
+        dim = _shard_dimension(format, component)
+        if dim is not None:
+            pieces: Sequence[Tensor] = stacked.unbind(dim)
         else:
             block_rows = 1 if component == "qdata" else format.block[0]
             pieces = stacked.split([-(-rows // block_rows) for rows in shards], -2)

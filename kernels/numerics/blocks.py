@@ -49,8 +49,11 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def sum_of_squares(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Sum of the squares of each block of one row, (..., rows, column blocks)."""
-    return _row_tiled(x.square(), block[1]).sum(-1)
+    """Sum of the squares of each block of one row, float64 (..., rows, column blocks).
+
+    In float32 the squares of values below 1e-19 or above 1e19 would leave the range, and the order of summation would show.
+    """
+    return _row_tiled(x.double().square(), block[1]).sum(-1)
 
 
 def spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:

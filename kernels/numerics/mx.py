@@ -29,7 +29,7 @@ def amax(x: Tensor, format: Format) -> Tensor:
 
 def scale_of(amax: Tensor, format: Format) -> Tensor:
     """Exponent bytes (uint8) for blocks of these magnitudes (float32)."""
-    bits = amax.view(torch.int32)
+    bits = amax.view(torch.int32) & 0x7FFFFFFF  # the maximum of a block with NaN may carry a sign
     # 448 = 1.75 * 2^8: the next exponent where the mantissa is beyond 1.75; mxfp4 goes up at 1.75 itself.
     byte = ((bits + 0x1FFFFF) >> 23) - 8 if format.element == "e4m3" else ((bits + 0x200000) >> 23) - 2
     return torch.where(bits >= _INFINITY, 255, byte.clamp(0, 254)).to(torch.uint8)
@@ -60,7 +60,7 @@ def quantize(x: Tensor, format: Format, magnitude: Tensor, scale_search: str = "
 
 def _least_error(x: Tensor, scale: Tensor, format: Format) -> Tensor:
     """Of the exponents around ``scale``, each block's with the least squared error; the first of equals."""
-    best, least = scale, torch.full_like(scale, torch.inf, dtype=torch.float32)
+    best, least = scale, torch.full_like(scale, torch.inf, dtype=torch.float64)
     for step in _MSE_STEPS:
         candidate = torch.where(scale == 255, 255, (scale.to(torch.int32) + step).clamp(0, 254)).to(torch.uint8)
         values = dequantize([cast(x, candidate, format), candidate], format)[..., : x.shape[-1]]

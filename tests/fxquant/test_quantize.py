@@ -14,6 +14,7 @@ from torch import nn
 
 import fxquant
 from fxquant import ConfigError, QuantizedTensor, RuleError, UnsupportedError
+from fxquant.kernels.weight_spec import quantized_components
 
 
 def quantized_names(model: nn.Module) -> set[str]:
@@ -31,19 +32,68 @@ def test_originals_die_and_everything_is_frozen(llama):
     assert type(model.model.embed_tokens.weight) is nn.Parameter
 
 
+class SomeExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(3, 64, 32).bfloat16())
+        self.experts.down_proj = nn.Parameter(torch.randn(3, 32, 32).bfloat16())
+
+
 def test_each_original_is_freed_before_the_next_is_converted(monkeypatch):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     originals = [weakref.ref(layer.weight) for layer in model]
-    convert = QuantizedTensor.from_float.__func__
     alive: list[int] = []
 
-    def watched(cls, *args, **kwargs):
+    def watched(*args, **kwargs):
         alive.append(sum(original() is not None for original in originals))
-        return convert(cls, *args, **kwargs)
+        return quantized_components(*args, **kwargs)
 
-    monkeypatch.setattr(QuantizedTensor, "from_float", classmethod(watched))
+    monkeypatch.setattr("fxquant.quantize.quantized_components", watched)
     fxquant.quantize_(model, "fp8_per_tensor")
     assert alive == [4, 3, 2, 1]
+
+
+def test_experts_are_converted_one_matrix_at_a_time(monkeypatch):
+    seen = []
+
+    def watched(values, spec, *args):
+        seen.append(tuple(values.shape))
+        return quantized_components(values, spec, *args)
+
+    monkeypatch.setattr("fxquant.quantize.quantized_components", watched)
+    model = SomeExperts()
+    original = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    report = fxquant.quantize_(model, "mxfp4")
+    assert seen == [(64, 32)] * 3 + [(32, 32)] * 3
+    for name, parameter in model.named_parameters():
+        expected = QuantizedTensor.from_float(original[name], parameter.spec.scheme, shards=parameter.spec.shards)
+        assert all(map(torch.equal, parameter.components, expected.components))
+    assert report.plan.expert_bytes_left == 0
+    assert "experts left as they are: 0.00 MB" in str(report)
+    assert report.to_dict()["expert_bytes_left"] == 0
+    assert 15 < report.to_dict()["groups"][0]["sqnr_db"] < 25
+
+
+def test_a_stack_that_is_quantised_already_stays_and_the_other_is_converted():
+    model = SomeExperts()
+    fxquant.quantize_(model, "mxfp8")
+    kept = model.experts.gate_up_proj
+    model.experts.down_proj = nn.Parameter(torch.randn(3, 32, 32).bfloat16())
+    fxquant.quantize_(model, "mxfp8")
+    assert model.experts.gate_up_proj is kept
+    assert isinstance(model.experts.down_proj, QuantizedTensor)
+    with pytest.raises(RuleError, match="quantised as mxfp8 x none"):
+        fxquant.quantize_(model, "mxfp4")
+
+
+def test_an_expert_that_is_not_finite_is_refused_by_name():
+    model = SomeExperts()
+    with torch.no_grad():
+        model.experts.down_proj[1, 2, 3] = float("nan")
+    with pytest.raises(UnsupportedError, match=r"experts\.down_proj: .*NaN.*\"experts\""):
+        fxquant.quantize_(model, "mxfp4")
+    assert not quantized_names(model)
 
 
 def test_report(llama):
@@ -90,7 +140,7 @@ def test_meta_weights_and_methods_that_do_not_exist_are_refused(llama):
     with pytest.raises(UnsupportedError, match="meta device"):
         fxquant.quantize_(model, "fp8_per_tensor")
     with pytest.raises(UnsupportedError, match="nothing would be quantised"):
-        fxquant.quantize_(llama(), "mxfp8")
+        fxquant.quantize_(llama(), "nvfp4_per_token")
     with pytest.raises(UnsupportedError, match="no linear or expert layer"):
         fxquant.quantize_(nn.Conv2d(3, 3, 3), "fp8_per_tensor")
     with pytest.raises(ConfigError):

@@ -39,3 +39,16 @@ def test_zero_weights_have_no_noise():
 def test_report_is_json(llama):
     report = fxquant.quantize_(llama(), "fp8_per_block")
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_the_search_for_scales_shows_in_text_and_dict(llama):
+    report = fxquant.quantize_(llama(), "mxfp4", {"scale_search": "mse"})
+    plain = fxquant.quantize_(llama(), "mxfp4")
+    text, groups = str(report), report.to_dict()["groups"]
+    assert text.count("from quantization: mxfp4, scale_search mse") == 7
+    assert "scale_search" not in str(plain)
+    assert [group["scale_search"] for group in groups] == ["mse"] * 7 + [None]
+    assert {group["scale_search"] for group in plain.to_dict()["groups"]} == {"amax", None}
+    for searched, other in zip(groups[:7], plain.to_dict()["groups"], strict=False):
+        assert searched["sqnr_db"] > other["sqnr_db"]
+        assert searched["bytes_after"] == other["bytes_after"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import re
@@ -245,6 +246,28 @@ def _outcome(layers: Mapping[str, str], policy: Policy) -> dict[str, str]:
     return {name: "error" if name in wrong else str(decisions[name].request) for name in layers}
 
 
+@settings(max_examples=200, deadline=None)
+@given(models, st.dictionaries(patterns, shorthands, max_size=2), st.lists(patterns, max_size=1), shorthands, shorthands)
+def test_a_scale_search_changes_the_requests_of_4_bit_weights_and_their_rules_alone(
+    layers: dict[str, str], targets: dict[str, str], ignore: list[str], linear: str, moe: str
+) -> None:
+    assume(linear != "nvfp4_per_token")
+    config: dict[str, Any] = {"targets": targets} if targets else {"linear": linear, "moe": moe}
+    policy = resolve(None, {**config, "ignore": ignore})
+    try:
+        plain = decide(layers, policy)
+    except RuleError:
+        assume(False)
+    searched = decide(layers, resolve(None, {**config, "ignore": ignore, "scale_search": "mse"}))
+    assert decide(layers, resolve(None, {**config, "ignore": ignore, "scale_search": "amax"})) == plain
+    for name, decision in plain.items():
+        request, expected = decision.request, decision
+        if request and request.weight.name in ("mxfp4", "nvfp4"):
+            request = dataclasses.replace(request, scale_search="mse")
+            expected = dataclasses.replace(decision, request=request, rule=f"{decision.rule}, scale_search mse")
+        assert searched[name] == expected
+
+
 @settings(max_examples=300, deadline=None)
 @given(patterns, models)
 def test_a_pattern_is_unmatched_exactly_when_it_hits_nothing_that_counts(pattern: str, layers: dict[str, str]) -> None:
@@ -366,6 +389,10 @@ def test_rules_are_told() -> None:
     assert rules["model.embed_tokens"] == "embedding"
     assert _decide({})[QKV[0]].rule == "from quantization: fp8_per_tensor"
     assert _decide({"linear": "mxfp8"})[QKV[0]].rule == "from linear: mxfp8"
+    assert _decide({"linear": "nvfp4", "scale_search": "mse"})[QKV[0]].rule == "from linear: nvfp4, scale_search mse"
+    assert _decide({"scale_search": "mse"})[QKV[0]].rule == "from quantization: fp8_per_tensor"
+    searched = _decide({"targets": {"*.o_proj": "mxfp4"}, "scale_search": "mse"})
+    assert searched["model.layers.0.self_attn.o_proj"].rule == "from targets: *.o_proj, mxfp4, scale_search mse"
 
 
 def test_half_of_a_fused_group_is_refused_with_the_remedy() -> None:

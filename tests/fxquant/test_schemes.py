@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from fxquant.kernels.formats import FORMATS, WEIGHT_FORMATS
-from fxquant.schemes import DEFAULT, ONLINE, SHORTHANDS, SchemeRequest
+from fxquant.schemes import DEFAULT, NAMES, ONLINE, SHORTHANDS, SLOTS, SchemeRequest, request_named
 
 EXPECTED = {
     "fp8_per_tensor": ("fp8_per_tensor_static", DEFAULT, True),
@@ -49,3 +49,21 @@ def test_a_request_says_what_it_asks_for() -> None:
     assert str(SchemeRequest(weight=mxfp4)) == "mxfp4 x default"
     assert str(SchemeRequest(weight=mxfp4, activation=None)) == "mxfp4 x none"
     assert str(SchemeRequest(weight=mxfp4, activation=FORMATS["int8_per_token"])) == "mxfp4 x int8_per_token"
+
+
+@pytest.mark.parametrize("weight", WEIGHT_FORMATS)
+def test_a_search_reaches_weights_of_4_bits_alone(weight: str) -> None:
+    request = SchemeRequest(weight=FORMATS[weight], activation=None)
+    assert request.searching("mse").scale_search == ("mse" if weight in ("mxfp4", "nvfp4") else "amax")
+    assert request.searching("mse").searching("amax") == request.searching("amax") == request
+
+
+def test_every_name_asks_for_something_or_says_what_to_write_instead() -> None:
+    assert set(NAMES) == {*SHORTHANDS, *WEIGHT_FORMATS}
+    for name in NAMES:
+        for slot in SLOTS:
+            if name not in SHORTHANDS:
+                assert request_named(name, slot) == SchemeRequest(weight=FORMATS[name])
+                continue
+            assert request_named(name, slot) == SHORTHANDS[name].request(slot)
+    assert SHORTHANDS["nvfp4_per_token"].lack("linear") == "defines no linear method; write the weight format 'nvfp4'"

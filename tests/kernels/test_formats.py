@@ -13,15 +13,16 @@ from fxquant.kernels.errors import UnsupportedError
 from fxquant.kernels.formats import (
     ACTIVATION_FORMATS,
     FORMATS,
+    STORED_FORMATS,
     WEIGHT_FORMATS,
     WHOLE,
     Scheme,
     activation_format_named,
+    defined_activations,
     weight_format_named,
 )
-from fxquant.kernels.numerics import has_numerics, quantize
+from fxquant.kernels.numerics import quantize
 
-COMPUTED = [name for name, format in FORMATS.items() if has_numerics(format)]
 EXPECTED = {
     "fp8_per_tensor_static": ("e4m3", torch.float32, (WHOLE, WHOLE), True, False),
     "fp8_per_channel_static": ("e4m3", torch.float32, (1, WHOLE), True, False),
@@ -45,6 +46,7 @@ def test_the_table():
     assert list(ACTIVATION_FORMATS) == [name for name in EXPECTED if EXPECTED[name][4]]
     assert [name for name, format in FORMATS.items() if format.second_scale] == ["nvfp4"]
     assert FORMATS["nvfp4"].components == ("qdata", "scale", "global_scale")
+    assert {name for name, format in FORMATS.items() if format.packed} == {"mxfp4", "nvfp4"}
 
 
 def test_formats_and_schemes_are_values():
@@ -63,15 +65,29 @@ def test_a_scheme_names_both_formats():
     assert str(scheme) == "fp8_per_channel_static x fp8_per_token"
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+def test_floats_are_multiplied_with_floats_and_integers_with_integers():
+    floats = ("fp8_per_tensor_dynamic", "fp8_per_token", "fp8_per_block_dynamic", "mxfp8", "mxfp4", "nvfp4")
+    for weight in [FORMATS[name] for name in WEIGHT_FORMATS] + list(STORED_FORMATS.values()):
+        integers = weight.name.startswith("int")
+        assert defined_activations(weight) == (("int8_per_token",) if integers else floats)
+        assert Scheme(weight=weight).defined
+        for name in ACTIVATION_FORMATS:
+            scheme = Scheme(weight=weight, activation=FORMATS[name])
+            assert scheme.defined == (name in defined_activations(weight)) == (integers == name.startswith("int"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(0, 300), columns=st.integers(0, 300))
 def test_shapes_and_bytes_are_those_of_the_components(name, rows, columns):
+    """Packed storage is packed: two columns are one byte."""
     format = FORMATS[name]
-    components = quantize(torch.zeros(rows, columns), format)
-    assert tuple(components[0].shape) == (rows, columns)
-    assert tuple(components[1].shape) == format.scale_shape(rows, columns)
-    assert format.nbytes(rows, columns) == sum(part.numel() * part.itemsize for part in components)
+    qdata, scale, *others = quantize(torch.zeros(rows, columns), format)
+    assert tuple(qdata.shape) == (rows, format.stored_columns(columns))
+    assert format.stored_columns(columns) == ((columns + 1) // 2 if name in ("mxfp4", "nvfp4") else columns)
+    assert tuple(scale.shape) == format.scale_shape(rows, columns)
+    assert [tuple(part.shape) for part in others] == [()] * format.second_scale
+    assert format.nbytes(rows, columns) == sum(part.numel() * part.itemsize for part in (qdata, scale, *others))
 
 
 @pytest.mark.parametrize(
@@ -85,11 +101,15 @@ def test_shapes_and_bytes_are_those_of_the_components(name, rows, columns):
         ("mxfp4", (100, 5), 100 * 65 + 500),
         ("nvfp4", (100, 9), 100 * 65 + 900 + 4),
         ("int8_per_channel_static", (100, 1), 100 * 129 + 400),
+        ("int4_group32", (100, 5), 100 * 65 + 500 * 5),
+        ("int4_channel", (100, 1), 100 * 65 + 100 * 5),
+        ("int4_group32_reordered", (100, 5), 100 * 65 + 500 * 5 + 129 * 4),
     ],
 )
 def test_shapes_and_bytes_of_a_ragged_matrix(name, scale_shape, nbytes):
-    assert FORMATS[name].scale_shape(100, 129) == scale_shape
-    assert FORMATS[name].nbytes(100, 129) == nbytes
+    format = {**FORMATS, **STORED_FORMATS}[name]
+    assert format.scale_shape(100, 129) == scale_shape
+    assert format.nbytes(100, 129) == nbytes
 
 
 def test_the_block_in_elements():

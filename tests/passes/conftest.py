@@ -43,8 +43,9 @@ def count_ops() -> Callable[[torch.fx.Graph], dict[str, int]]:
         names = {
             ops.quantize_activation.default: "quantize_activation",
             ops.scaled_mm.default: "scaled_mm",
+            ops.scaled_grouped_mm.default: "scaled_grouped_mm",
         }
-        counts = {"quantize_activation": 0, "scaled_mm": 0, "dequantize_weight": 0}
+        counts = {"quantize_activation": 0, "scaled_mm": 0, "scaled_grouped_mm": 0, "dequantize_weight": 0}
         for node in graph.nodes:
             name = names.get(node.target) or getattr(node.target, "__name__", "")
             if name in counts:

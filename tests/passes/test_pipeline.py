@@ -12,7 +12,7 @@ from fxquant.passes.pipeline import PASSES
 
 
 def test_order():
-    assert [rewrite.__name__ for rewrite in PASSES] == ["rewrite_sites", "share_activations"]
+    assert [rewrite.__name__ for rewrite in PASSES] == ["rewrite_sites", "share_activations", "fuse_siblings"]
 
 
 def test_match_counts_are_logged_and_the_graph_is_dumped_at_debug(caplog, rewrite_and_run):
@@ -30,4 +30,4 @@ def test_without_weights_nothing_matches(rewrite_and_run):
     x = torch.randn(2, 32)
     got, graph = rewrite_and_run(nn.Sequential(nn.ReLU()), x)
     assert torch.equal(got, x.relu())
-    assert graph.matches == {"rewrite_sites": 0, "share_activations": 0}
+    assert graph.matches == {"rewrite_sites": 0, "share_activations": 0, "fuse_siblings": 0}
