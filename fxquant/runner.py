@@ -111,8 +111,8 @@ def _make_packs(group: Sequence[Packing], weights: tuple[Any, ...]) -> bool:
         if not is_packed(members):
             if all(member.pack is not None for member in members):
                 warn_once(
-                    "fxquant backend: two compiled graphs read the same weights packed in different ways; they are packed "
-                    "again whenever the graphs take turns, which is slow. Compile the whole model instead of its methods"
+                    "fxquant backend: weights that were packed in one way are packed in another; where two compiled graphs "
+                    "that read the same weights take turns, every call is slow. Compile the whole model, not its methods"
                 )
             pack(members)
     return True

@@ -111,7 +111,8 @@ class Scheme:
         return activation is None or (self.weight.element in INTEGERS) == (activation.element in INTEGERS)
 
     def __str__(self) -> str:
-        return f"{self.weight.name} x {self.activation.name if self.activation else 'none'}"
+        search = "" if self.scale_search == "amax" else f" ({self.scale_search})"
+        return f"{self.weight.name}{search} x {self.activation.name if self.activation else 'none'}"
 
 
 def _fp8(name: str, block: tuple[int, int], **role: bool) -> Format:

@@ -106,8 +106,10 @@ def _int8_pack_is_faster(x: Tensor) -> bool:
 def _torch_int8_mm(x: Tensor, weight: list[Tensor], bias: Tensor | None) -> Tensor:
     """(M, N) in the dtype of ``x`` (M, K), bfloat16, through torch._weight_int8pack_mm."""
     wq, w_scale = weight
-    # Its scales would have to be rounded to bfloat16: they are applied behind.
-    product = torch._weight_int8pack_mm(x.contiguous(), wq, torch.ones(wq.shape[0], dtype=x.dtype, device=x.device))
+    # Its scales would have to be rounded to bfloat16: they are applied behind. The ones in their place are no constants, and a
+    # view: Inductor (torch 2.13) fails on scales that it has not written to memory.
+    ones = w_scale.isfinite().to(x.dtype).as_strided((wq.shape[0],), (1,))
+    product = torch._weight_int8pack_mm(x.contiguous(), wq, ones)
     scaled = product.float() * w_scale.t()
     return (scaled if bias is None else scaled + bias).to(x.dtype)
 
@@ -268,10 +270,11 @@ def _reference_grouped_mm(
     """(T, N) for rows sorted by expert, as one batched product over tiles of rows of one expert each.
 
     A tile has about as many rows as an expert has on average, so there are at most 2 E tiles and 2 (T + E) rows in them,
-    however the rows are spread; and at most T tiles, so that a few rows dequantise a few experts.
+    however the rows are spread; and at most T tiles, so that a few rows dequantise a few experts. It has two rows or more:
+    tiles of one would make a second graph for few tokens, and an exported one could not take any number of them.
     """
     tokens, experts = x[0].shape[0], weight[0].shape[0]
-    height = (tokens + experts - 1) // experts
+    height = (tokens + experts - 1) // experts + 1
     count = torch.sym_min(tokens, tokens // height + experts)
     ends = offs.long()
     begins = F.pad(ends, (1, 0))[:-1]
@@ -282,18 +285,16 @@ def _reference_grouped_mm(
     expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=experts - 1)
     first = begins[expert] + (tile - tile_begins[expert]) * height
     rows = (first.unsqueeze(1) + torch.arange(height, device=ends.device)).clamp(min=0, max=tokens - 1)
-    tiled_x = [take(part, rows.flatten()).unflatten(0, (count, height)) if part.dim() else part for part in x]
-    left, right = _operands(tiled_x, [take(part, expert) for part in weight], scheme, shards, out_dtype)
-    product = torch.bmm(left, right.mT)
+    left, right = _operands(x, [take(part, expert) for part in weight], scheme, shards, out_dtype)
+    product = torch.bmm(left[rows], right.mT)
 
     row = torch.arange(tokens, device=ends.device)
     owner = torch.searchsorted(ends, row, right=True)
     inside = (row < ends[-1]).unsqueeze(1)
     owner = owner.clamp(max=experts - 1)
     offset = row - begins[owner]
-    place = (tile_begins[owner] + offset // height) * height + offset % height
-    result = product.flatten(0, 1).index_select(0, place.clamp(max=count * height - 1))
-    return torch.where(inside, result, 0).to(out_dtype)
+    place = (tile_begins[owner] + offset // height).clamp(max=count - 1)
+    return torch.where(inside, product[place, offset % height], 0).to(out_dtype)
 
 
 _library = torch.library.Library("fxquant", "DEF")  # type: ignore[no-untyped-call]

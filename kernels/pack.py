@@ -54,7 +54,11 @@ def is_packed(weights: Sequence[QuantizedTensor]) -> bool:
 
 
 def pack(weights: Sequence[QuantizedTensor]) -> Pack:
-    """Stack weights of equal format and columns; each then holds views of the stack. Uses as much memory again meanwhile."""
+    """Stack weights of equal format and columns; each then holds views of the stack.
+
+    It takes their memory twice for the moment. What shares a weight's memory without being the weight itself (a detached
+    alias, a state dict of before) keeps the old memory, and writes to it are not seen any more.
+    """
     spec = packed_spec(tuple(weight.spec for weight in weights))
     format = spec.scheme.weight
     with torch.inference_mode(False), torch.no_grad():

@@ -79,7 +79,18 @@ class QuantizedTensor(WrapperTensor):
 
     @property
     def global_scale(self) -> Tensor:
-        return cast(Tensor, self.record[3])
+        return self._component("global_scale")
+
+    @property
+    def zero_point(self) -> Tensor:
+        return self._component("zero_point")
+
+    @property
+    def group_index(self) -> Tensor:
+        return self._component("group_index")
+
+    def _component(self, name: str) -> Tensor:
+        return self.components[self.spec.scheme.weight.components.index(name)]
 
     @classmethod
     def from_float(
@@ -354,16 +365,21 @@ def _same_storage(one: WeightSpec, other: WeightSpec) -> bool:
     return one.scheme.weight == other.scheme.weight and one == replace(other, **neutral)
 
 
+def _from_front(dim: int, self: QuantizedTensor) -> int:
+    """A dimension without a sign. One that does not exist stays as it is, and is left to torch's own error."""
+    return dim + self.dim() if -self.dim() <= dim < 0 else dim
+
+
 def _transpose(func: Any, self: QuantizedTensor, dim0: int = 0, dim1: int = 1) -> Any:
     last = self.dim() - 1
-    if self.spec.leading or {dim0 % self.dim(), dim1 % self.dim()} != {last - 1, last}:
+    if self.spec.leading or {_from_front(dim0, self), _from_front(dim1, self)} != {last - 1, last}:
         return NotImplemented
     *batch, rows, columns = self.stride()
     return QuantizedTensor(self.components, self.spec.transposed(), (*batch, columns, rows))
 
 
 def _permute(func: Any, self: QuantizedTensor, dims: Sequence[int]) -> Any:
-    order = [dim % self.dim() for dim in dims]
+    order = [_from_front(dim, self) for dim in dims]
     last = self.dim() - 1
     if order != [*range(last - 1), last, last - 1]:
         return NotImplemented
@@ -372,13 +388,13 @@ def _permute(func: Any, self: QuantizedTensor, dims: Sequence[int]) -> Any:
 
 def _select(func: Any, self: QuantizedTensor, dim: int, index: int) -> Any:
     """One expert's matrix."""
-    if not self.spec.experts or dim % 3:
+    if not self.spec.experts or _from_front(dim, self) != 0:
         return NotImplemented
     return self.with_components([func(c, 0, index) for c in self.components], stride=self.stride()[1:], experts=0)
 
 
 def _unbind(func: Any, self: QuantizedTensor, dim: int = 0) -> Any:
-    if not self.spec.experts or dim % 3:
+    if not self.spec.experts or _from_front(dim, self) != 0:
         return NotImplemented
     return [_select(aten.select.int, self, 0, index) for index in range(self.spec.experts)]
 

@@ -45,7 +45,6 @@ def use_reshape(node: fx.Node) -> None:
     for alias in _aliases(node):
         for user in alias.users:
             if user.target in _RESHAPES and user.args[0] is alias:
-                user.op = "call_method" if isinstance(_RESHAPES[user.target], str) else "call_function"
                 user.target = _RESHAPES[user.target]
 
 

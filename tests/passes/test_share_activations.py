@@ -88,4 +88,5 @@ def test_a_llama_block_quantises_four_activations(rewrite_and_run, llama, count_
     model = llama(num_hidden_layers=1)
     fxquant.quantize_(model, "fp8_per_channel")
     _, graph = rewrite_and_run(model, torch.arange(16).reshape(2, 8))
-    assert count_ops(graph.gm.graph) == {"quantize_activation": 4, "scaled_mm": 4, "dequantize_weight": 0}
+    counts = count_ops(graph.gm.graph)
+    assert counts == {"quantize_activation": 4, "scaled_mm": 4, "scaled_grouped_mm": 0, "dequantize_weight": 0}
