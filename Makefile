@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-gpu lint format clean
+.PHONY: install demo test test-slow test-gpu lint format clean
 
 install: $(STAMP)
 
@@ -33,6 +33,9 @@ lint: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not gpu'
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -98,7 +98,8 @@ def _expert_layers(
     graph: fx.Graph, placeholders: Mapping[fx.Node, Any], is_plain_stack: Callable[[fx.Node], bool]
 ) -> list[tuple[Layer, tuple[fx.Node, ...]]]:
     owned: dict[str, dict[fx.Node, LayerWeight]] = {}
-    for site in [*expert_sites(graph, is_plain_stack), *sites(graph, is_plain_stack)]:
+    found: list[Site | ExpertSite] = [*expert_sites(graph, is_plain_stack), *sites(graph, is_plain_stack)]
+    for site in found:
         source = site.weight.source
         name, _, parameter = (parameter_name(source) or "").rpartition(".")
         stack = list(site.node.meta.get("nn_module_stack", {}).values())

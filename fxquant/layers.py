@@ -190,7 +190,9 @@ def _looks_transposed(shapes: Sequence[tuple[int, ...]]) -> bool:
 def matrix_layer(name: str, kind: str, weight: torch.Tensor, contraction: int) -> Layer:
     """The layer of a 2-D weight, quantised already or not."""
     rows, columns = weight.shape if contraction == -1 else weight.shape[::-1]
-    return layer_of(name, kind, [LayerWeight(parameter="weight", rows=rows, columns=columns, contraction=contraction)], [weight])
+    return layer_of(
+        name, kind, [LayerWeight(parameter="weight", rows=rows, columns=columns, contraction=contraction)], [weight]
+    )
 
 
 def layer_of(name: str, kind: str, weights: Sequence[LayerWeight], values: Sequence[torch.Tensor]) -> Layer:

@@ -331,9 +331,7 @@ def _device(device: torch.device | str | None, layers: Sequence[Layer]) -> torch
     return wanted
 
 
-def _planned(
-    layer: Layer, decision: Decision, device: str, capability: tuple[int, int] | None, backend: str
-) -> PlannedLayer:
+def _planned(layer: Layer, decision: Decision, device: str, capability: tuple[int, int] | None, backend: str) -> PlannedLayer:
     stays = PlannedLayer(layer=layer, scheme=None, rule=decision.rule, fused_name=decision.fused_name, reason=decision.reason)
     if decision.request is None:
         if layer.quantized:

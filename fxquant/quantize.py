@@ -180,9 +180,7 @@ def _convert_parameter(
     return energy
 
 
-def _quantized(
-    matrix: torch.Tensor, spec: WeightSpec, device: torch.device | str | None
-) -> tuple[list[torch.Tensor], Energy]:
+def _quantized(matrix: torch.Tensor, spec: WeightSpec, device: torch.device | str | None) -> tuple[list[torch.Tensor], Energy]:
     """Components of one matrix, and what quantising it changed."""
     values = matrix if device is None else matrix.to(device)
     components = quantized_components(values, spec)

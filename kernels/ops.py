@@ -275,7 +275,7 @@ def _reference_grouped_mm(
     """
     tokens, experts = x[0].shape[0], weight[0].shape[0]
     height = (tokens + experts - 1) // experts + 1
-    count = torch.sym_min(tokens, tokens // height + experts)
+    count = torch.sym_min(tokens, tokens // height + experts)  # type: ignore[no-untyped-call]
     ends = offs.long()
     begins = F.pad(ends, (1, 0))[:-1]
     tile_ends = ((ends - begins + height - 1) // height).cumsum(0)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from . import numerics
-from .formats import Format
 from .quantized_tensor import QuantizedTensor
 from .weight_spec import WeightSpec
 
@@ -62,20 +61,13 @@ def pack(weights: Sequence[QuantizedTensor]) -> Pack:
     spec = packed_spec(tuple(weight.spec for weight in weights))
     format = spec.scheme.weight
     with torch.inference_mode(False), torch.no_grad():
-        components = _joined(weights) or stack([weight.components for weight in weights], format)
+        components = _joined(weights) or numerics.stack_shards([weight.components for weight in weights], format)
         for weight, parts in zip(weights, numerics.split_shards(components, format, spec.shards), strict=True):
             weight._hold([_no_view(part) for part in parts], weight.spec)
     made = Pack(record=(spec, *components), members=tuple(weight.record for weight in weights))
     for weight in weights:
         weight.pack = made
     return made
-
-
-def stack(parts: Sequence[Sequence[Tensor]], format: Format) -> list[Tensor]:
-    """``numerics.stack_shards`` byte by byte: under autocast torch concatenates no 8-bit floats."""
-    raw = [[c.view(torch.uint8) if c.dtype.itemsize == 1 else c for c in components] for components in parts]
-    stacked = numerics.stack_shards(raw, format)
-    return [whole.view(part.dtype) for whole, part in zip(stacked, parts[0], strict=True)]
 
 
 def _no_view(part: Tensor) -> Tensor:

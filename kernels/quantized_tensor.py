@@ -120,7 +120,8 @@ class QuantizedTensor(WrapperTensor):
                 format holds no weights, or its product is not defined.
         """
         weight_format_named(scheme.weight.name)
-        if weight.dim() not in (2, 3) or not weight.is_floating_point():
+        empty_stack = weight.dim() == 3 and weight.shape[0] == 0
+        if weight.dim() not in (2, 3) or empty_stack or not weight.is_floating_point():
             raise UnsupportedError(
                 f"a quantised weight is a float matrix or a stack of them, got shape {tuple(weight.shape)} of {weight.dtype}"
             )
@@ -341,8 +342,12 @@ def _on_components(func: Any, self: QuantizedTensor, *args: Any, **kwargs: Any) 
 def _empty_like(func: Any, self: QuantizedTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     if dtype not in (None, self.spec.dtype):
         return NotImplemented
-    # zeros, as stray bytes may stand for NaN, which no later write to a part of the weight could take away
-    return self.with_components([torch.zeros_like(c, device=device) for c in self.components])
+    # zeros, as stray bytes may stand for NaN, which no later write to a part of the weight could take away; zeros divided by 1
+    filled = [
+        torch.ones_like(c, device=device) if name == "global_scale" else torch.zeros_like(c, device=device)
+        for name, c in zip(self.spec.scheme.weight.components, self.components, strict=True)
+    ]
+    return self.with_components(filled)
 
 
 def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -361,8 +366,8 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
 
 def _same_storage(one: WeightSpec, other: WeightSpec) -> bool:
     """Whether equal components stand for equal values, up to the logical dtype."""
-    neutral = {"scheme": one.scheme, "dtype": one.dtype, "backend": one.backend}
-    return one.scheme.weight == other.scheme.weight and one == replace(other, **neutral)
+    alike = replace(other, scheme=one.scheme, dtype=one.dtype, backend=one.backend)
+    return one.scheme.weight == other.scheme.weight and one == alike
 
 
 def _from_front(dim: int, self: QuantizedTensor) -> int:

@@ -97,12 +97,12 @@ class WeightSpec:
 
 def take_turns(values: Tensor, dim: int, shards: int) -> Tensor:
     """Stacked shards of equal size along ``dim`` (negative) as interleaved ones."""
-    return values.unflatten(dim, (shards, -1)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+    return torch.unflatten(values, dim, (shards, -1)).transpose(dim - 1, dim).flatten(dim - 1, dim)
 
 
 def stack_turns(values: Tensor, dim: int, shards: int) -> Tensor:
     """The inverse of ``take_turns``."""
-    return values.unflatten(dim, (-1, shards)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+    return torch.unflatten(values, dim, (-1, shards)).transpose(dim - 1, dim).flatten(dim - 1, dim)
 
 
 def dequantized(components: list[Tensor], spec: WeightSpec, dtype: torch.dtype) -> Tensor:

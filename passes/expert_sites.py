@@ -109,8 +109,7 @@ def _is_activation(node: Any, is_weight: Callable[[fx.Node], bool]) -> bool:
 
 def _grouped(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> ExpertSite | None:
     x, weight = arguments(node, "input", "weight") if str(node.target) in GROUPED_NAMES else arguments(node, "mat_a", "mat_b")
-    offs = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
-    bias = node.args[3] if len(node.args) > 3 else node.kwargs.get("bias")
+    offs, bias = arguments(node, "", "", "offs", "bias")[2:]
     use = _stack_use(weight, is_weight)
     if use is None or use.index is not None or bias is not None or not _is_activation(x, is_weight):
         return None
@@ -182,7 +181,7 @@ def _einsum(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> ExpertSite |
 
 def _labelled(node: fx.Node, use: WeightUse, weight_axes: str, x: Any, x_axes: str, out: str) -> ExpertSite | None:
     """The site of an einsum: x is brought to (E, everything else, K), the product (E, everything else, N) to the output."""
-    expert, *matrix = weight_axes
+    expert, *matrix = list(weight_axes)
     others = [axis for axis in x_axes if axis not in weight_axes]
     contracted = [axis for axis in matrix if axis in x_axes and axis not in out]
     if len(contracted) != 1 or len(set(x_axes)) != len(x_axes):

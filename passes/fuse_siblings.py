@@ -18,7 +18,8 @@ from torch import Tensor, fx
 
 from ..kernels.capability import Kernel, Problem, choose
 from ..kernels.errors import UnsupportedError
-from ..kernels.pack import packed_spec, stack
+from ..kernels.numerics import stack_shards
+from ..kernels.pack import packed_spec
 from ..kernels.weight_spec import WeightSpec
 from .mutation import perhaps_written_operands, storages
 from .rewrite_sites import META_KEY, QuantizedInput
@@ -232,7 +233,7 @@ def _fuse(graph: fx.Graph, group: Sequence[_Reader]) -> None:
 def _packed_placeholders(graph: fx.Graph, group: Sequence[_Reader]) -> list[fx.Node]:
     inputs = [reader.input for reader in group]
     format = inputs[0].spec.scheme.weight
-    values = stack([[value_of(part) for part in weight.components] for weight in inputs], format)
+    values = stack_shards([[value_of(part) for part in weight.components] for weight in inputs], format)
     last = graph.find_nodes(op="placeholder")[-1]
     nodes = []
     for name, value in zip(format.components, values, strict=True):

@@ -21,7 +21,7 @@ from ..kernels.formats import weight_format_named
 from ..kernels.ops import NO_ACTIVATION, take
 from ..kernels.weight_spec import WeightSpec, take_turns
 from .expert_sites import ExpertSite, match_expert_site, method
-from .mutation import storages, view_base, written_operands
+from .mutation import perhaps_written_operands, storages, view_base, written_operands
 from .weights import UNBINDS, Site, WeightUse, match_site, value_of, weight_use
 
 log = logging.getLogger("fxquant")
@@ -79,6 +79,21 @@ class _Writer:
         self.graph = graph
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._experts: dict[tuple[fx.Node, Any], list[fx.Node]] = {}
+        self._written: set[int] = set()
+
+    def see(self, node: fx.Node) -> None:
+        """Note a node that the pass goes by: what it writes to, or may write to, is not what was read before."""
+        use = weight_use(node, is_quantized)
+        if use is not None and isinstance(use.index, fx.Node):
+            self._written -= storages(use.index)
+        written = {storage for operand in perhaps_written_operands(node) for storage in storages(operand)}
+        if written:
+            self._written |= written
+            self._casts = {key: cast for key, cast in self._casts.items() if not written & storages(key[0])}
+
+    def is_stale(self, use: WeightUse) -> bool:
+        """Whether the numbers of experts were written to after the experts had been chosen by them."""
+        return isinstance(use.index, fx.Node) and bool(self._written & storages(use.index))
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         """``x`` in ``dtype``; autocast: a product's operands are cast before they are quantised."""
@@ -126,8 +141,9 @@ def rewrite_sites(graph: fx.Graph) -> int:
     writer = _Writer(graph)
     count = 0
     for node in list(graph.nodes):
+        writer.see(node)
         site = match_site(node, is_quantized) or match_expert_site(node, is_quantized)
-        if site is None:
+        if site is None or writer.is_stale(site.weight):
             continue
         weight: QuantizedInput = site.weight.source.meta[META_KEY]
         if weight.spec.contraction != site.contraction:

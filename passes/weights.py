@@ -132,9 +132,11 @@ def _step(node: fx.Node) -> bool | None:
         return True if last == 1 or rest == ("mT",) else None
     if target in _SWAPS_GIVEN or target in _PERMUTES:
         given = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
-        if not all(isinstance(dim, int) for dim in given):  # type: ignore[union-attr]
+        if not isinstance(given, (list, tuple)):
             return None
-        dims = [dim % operand.dim() for dim in given]  # type: ignore[operator, union-attr]
+        dims = [dim % operand.dim() for dim in given if isinstance(dim, int)]
+        if len(dims) < len(given):
+            return None
         if target in _PERMUTES:
             return {(0, 1): False, (1, 0): True, (0, 1, 2): False, (0, 2, 1): True}.get(tuple(dims))
         return True if sorted(dims) == [last - 1, last] else False if len(set(dims)) == 1 else None

@@ -52,7 +52,7 @@ def quantize(
         The format's components, e.g. [qdata (..., rows, stored columns), scale]; see ``stack_shards`` for several shards.
     """
     if len(shards) > 1:
-        parts = [quantize(part, format, reduce_amax, scale_search=scale_search) for part in x.split(list(shards), -2)]
+        parts = [quantize(part, format, reduce_amax, scale_search=scale_search) for part in torch.split(x, list(shards), -2)]
         return stack_shards(parts, format)
     family = _family(format)
     magnitude = family.amax(x, format)
@@ -91,8 +91,9 @@ def stack_shards(parts: Sequence[Sequence[Tensor]], format: Format) -> list[Tens
     """
     stacked = []
     for component, column in zip(format.components, zip(*parts, strict=True), strict=True):
-        dim = _shard_dimension(format, component)
-        stacked.append(torch.cat(column, -2) if dim is None else torch.stack(column, dim))
+        dim, dtype = _shard_dimension(format, component), column[0].dtype
+        raw = [part.view(torch.uint8) if dtype.itemsize == 1 else part for part in column]  # autocast joins no 8-bit floats
+        stacked.append((torch.cat(raw, -2) if dim is None else torch.stack(raw, dim)).view(dtype))
     return stacked
 
 
@@ -105,7 +106,7 @@ def split_shards(components: Sequence[Tensor], format: Format, shards: Sequence[
             pieces: Sequence[Tensor] = stacked.unbind(dim)
         else:
             block_rows = 1 if component == "qdata" else format.block[0]
-            pieces = stacked.split([-(-rows // block_rows) for rows in shards], -2)
+            pieces = torch.split(stacked, [-(-rows // block_rows) for rows in shards], -2)
         for part, piece in zip(parts, pieces, strict=True):
             part.append(piece)
     return parts

@@ -20,7 +20,14 @@ VOCABULARY = 128
 TOKENS = 16
 CAUSAL = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 DENSE = {**CAUSAL, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-WIDE = {**DENSE, "hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32}
+WIDE = {
+    **DENSE,
+    "hidden_size": 160,
+    "intermediate_size": 288,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 """More than one block of 128 in both directions, the last one partial."""
 
 
@@ -247,6 +254,7 @@ FAMILIES: dict[str, Family] = {
                 "linear_key_head_dim": 16,
                 "linear_value_head_dim": 16,
                 "layer_types": lambda layers: ["linear_attention", "full_attention"][:layers],
+                "use_cache": False,  # transformers' cache wants a layer of full attention
             },
         ),
         inputs=_tokens,

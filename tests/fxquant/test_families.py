@@ -113,7 +113,10 @@ def test_eager(name, scheme, relative_error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "scheme"), [(name, scheme) for name in FULL for scheme in cases_of(name)])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [*(("llama", scheme) for scheme in cases_of("llama")), *(("qwen3_moe", scheme) for scheme in BY_SHORTHAND)],
+)
 def test_compiled_whole(name, scheme, relative_error):
     family, case = FAMILIES[name], CASES[scheme]
     model = family.model(1)
@@ -243,16 +246,22 @@ def test_some_of_many_experts(implementation, relative_error):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize(("name", "scheme"), [("llama", "fp8_per_channel"), ("qwen3_moe", "mxfp4")])
+@pytest.mark.parametrize(("name", "scheme"), [("llama", "int8_per_channel_static"), ("qwen3_moe", "mxfp8")])
 def test_generate(name, scheme, cache, relative_error):
+    """Greedy tokens, of the prompts whose best token is clearly the best at each step: rounding may settle a near tie."""
     family, case = FAMILIES[name], CASES[scheme]
     model = family.model(1)
-    arguments = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
-    arguments |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True, "pad_token_id": 0}
-    ids = family.inputs()["input_ids"][:, :6]
+    arguments = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    arguments |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+    ids = torch.arange(8 * 6).reshape(8, 6)
     quantise(model, case)
     expected = model.generate(ids, **arguments)
     fxquant.compile(model, dynamic=True)
     got = model.generate(ids, **arguments)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert relative_error(torch.stack(got.logits), torch.stack(expected.logits)) <= COMPILED
+    logits, compiled = torch.stack(expected.logits, 1).float(), torch.stack(got.logits, 1).float()  # (prompts, steps, tokens)
+    best = logits.topk(2).values
+    clear = (best[..., 0] - best[..., 1] > 0.05 * best[..., 0]).all(1)
+    assert clear.any()
+    assert torch.equal(got.sequences[clear], expected.sequences[clear])
+    assert relative_error(compiled[clear], logits[clear]) <= COMPILED
+    assert relative_error(compiled[:, 0], logits[:, 0]) <= COMPILED

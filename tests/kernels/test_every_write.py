@@ -213,18 +213,25 @@ def leaves(result: Any) -> list[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]
 
 
+STEPS = {"e4m3": (1 / 7, 1 / 448), "e2m1": (1 / 2, 1 / 6), "int8": (0.0, 1 / 63)}
+"""Distance to the next number: a share of the magnitude, or of the largest."""
+
+
 def same_weight(values: Tensor, twin: Tensor, quantise: Callable[[Tensor], QuantizedTensor], op: Any) -> bool:
     """Whether ``values`` are the twin's, quantised.
 
-    A few elements may be the next e4m3 number, as decompositions of a matrix do not repeat to the last bit. An op that is made
-    of others, in ATen or in TorchScript, may write in two steps, and so round twice.
+    A few elements may be the next number, as decompositions of a matrix do not repeat to the last bit. An op that is made of
+    others, in ATen or in TorchScript, may write in two steps, and so round twice.
     """
-    if not torch._C._dispatch_has_kernel(op.name()) or is_composite(op):
-        return bool(((values - twin).abs() <= twin.abs() / 8 + twin.abs().max() / 448).all())
-    expected = quantise(twin).dequantize()
+    quantised = quantise(twin)
+    expected = quantised.dequantize()
+    relative, absolute = STEPS[quantised.spec.scheme.weight.element]
+    step = expected.abs() * relative + twin.abs().max() * absolute
     error = (values - expected).abs()
+    if not torch._C._dispatch_has_kernel(op.name()) or is_composite(op):
+        return bool((error <= step).all()) and bool(error.norm() <= expected.norm() / 4)
     equal = error <= expected.abs() * 1e-5 + 1e-6
-    return bool((equal | (error <= expected.abs() / 7)).all()) and int((~equal).sum()) < N
+    return bool((equal | (error <= step)).all()) and int((~equal).sum()) < N
 
 
 def check(call: Call, quantise: Callable[[Tensor], QuantizedTensor]) -> str:

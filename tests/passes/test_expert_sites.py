@@ -82,7 +82,10 @@ def test_every_form_of_product_is_found(form, rewrite_and_run, count_ops, relati
     assert report.plan.expert_bytes_left == 0
     got, graph = rewrite_and_run(module, x, ids)
     assert count_ops(graph.gm.graph) == {
-        "quantize_activation": 1, "scaled_mm": 0, "scaled_grouped_mm": 1, "dequantize_weight": 0
+        "quantize_activation": 1,
+        "scaled_mm": 0,
+        "scaled_grouped_mm": 1,
+        "dequantize_weight": 0,
     }
 
     reference = PlainExperts(form).float()
@@ -162,6 +165,28 @@ def test_other_reads_of_chosen_experts_dequantise_those_alone(rewrite_and_run, c
     got, graph = rewrite_and_run(module, ids)
     assert count_ops(graph.gm.graph)["dequantize_weight"] == 2
     assert torch.allclose(got, expected)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_numbers_that_are_written_after_the_choice_are_not_read_again(written, rewrite_and_run, count_ops):
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(E, N, K).bfloat16())
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            ids = ids + 1
+            chosen = self.weight[ids]
+            if written:
+                ids.zero_()
+            return torch.bmm(chosen, x.unsqueeze(-1))
+
+    module, x, ids = Experts(), torch.randn(3, K).bfloat16(), torch.tensor([2, 0, 3])
+    fxquant.quantize_(module, "mxfp4")
+    got, graph = rewrite_and_run(module, x, ids)
+    counts = count_ops(graph.gm.graph)
+    assert (counts["scaled_grouped_mm"], counts["dequantize_weight"]) == ((0, 1) if written else (1, 0))
+    assert torch.allclose(got, module(x, ids), rtol=0.01, atol=0.01)
 
 
 def test_a_stack_multiplied_along_the_other_dimension_is_dequantised_and_said(rewrite_and_run, count_ops, caplog):

@@ -58,7 +58,12 @@ def test_every_form_of_product_is_found(form, rewrite_and_run, count_ops, relati
     fxquant.quantize_(module, "fp8_per_channel")
     x = torch.randn(3, 5, WIDTH)
     got, graph = rewrite_and_run(module, x)
-    assert count_ops(graph.gm.graph) == {"quantize_activation": 1, "scaled_mm": 1, "scaled_grouped_mm": 0, "dequantize_weight": 0}
+    assert count_ops(graph.gm.graph) == {
+        "quantize_activation": 1,
+        "scaled_mm": 1,
+        "scaled_grouped_mm": 0,
+        "dequantize_weight": 0,
+    }
     assert relative_error(got, module(x)) < 1e-5
 
 
@@ -122,7 +127,12 @@ def test_a_branch_reads_its_weights_dequantised(rewrite_and_run, count_ops):
     module, x = Branches(), torch.rand(2, WIDTH)
     fxquant.quantize_(module, "fp8_per_channel")
     got, graph = rewrite_and_run(module, x)
-    assert count_ops(graph.gm.graph) == {"quantize_activation": 1, "scaled_mm": 1, "scaled_grouped_mm": 0, "dequantize_weight": 1}
+    assert count_ops(graph.gm.graph) == {
+        "quantize_activation": 1,
+        "scaled_mm": 1,
+        "scaled_grouped_mm": 0,
+        "dequantize_weight": 1,
+    }
     inner = F.linear(x, module.a.weight.dequantize(), module.a.bias)
     torch.testing.assert_close(got, module.b(inner), rtol=0.02, atol=0.02)
 
@@ -133,7 +143,12 @@ def test_weight_only_products_have_no_activation_quantisation(config, rewrite_an
     expected = module(x)
     fxquant.quantize_(module, None, config)
     got, graph = rewrite_and_run(module, x)
-    assert count_ops(graph.gm.graph) == {"quantize_activation": 0, "scaled_mm": 1, "scaled_grouped_mm": 0, "dequantize_weight": 0}
+    assert count_ops(graph.gm.graph) == {
+        "quantize_activation": 0,
+        "scaled_mm": 1,
+        "scaled_grouped_mm": 0,
+        "dequantize_weight": 0,
+    }
     assert relative_error(got, F.linear(x, module.lin.weight.dequantize(), module.lin.bias)) < 1e-5
     assert relative_error(got, expected) < 0.05
 
