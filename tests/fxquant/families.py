@@ -73,9 +73,9 @@ def _lively(model: nn.Module) -> nn.Module:
             if parameter.dim() < 2:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif "embed" in name:
-                parameter.mul_(5)
+                parameter.mul_(15)
             else:
-                parameter.mul_(0.6 * parameter.shape[-1] ** -0.5 / parameter.std().clamp(min=1e-6))
+                parameter.mul_(0.4 * parameter.shape[-1] ** -0.5 / parameter.std().clamp(min=1e-6))
                 parameter.mul_(1 + 3 * (torch.rand(parameter.shape[-1]) < 0.05))
     return model
 

@@ -512,32 +512,31 @@ def test_an_exported_graph_shows_the_ops_and_decomposes():
     ids=str,
 )
 def test_compiled_equals_eager(names, columns, shards):
-    """With Inductor: two graphs serve any number of tokens but 1 and 0."""
+    """With Inductor: one graph serves any number of tokens but 1 and 0."""
     module = TwoOps(names, 64, columns, shards)
     counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for m in (5, 6, 17, 64, 200):
         x = torch.randn(m, columns)
         y, eager = compiled(x), module(x)
         assert y.shape == eager.shape
         assert torch.allclose(y, eager, rtol=1e-5, atol=1e-4)
-    assert counter.frame_count <= 2
+    assert counter.frame_count == 1
     for m in (1, 0) if names == SCHEMES[2] else ():
         x = torch.randn(m, columns)
         assert torch.allclose(compiled(x), module(x), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [[1], [5, 6, 1]], ids=str)
-def test_the_int8_kernel_compiles(tokens, monkeypatch):
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_the_int8_kernel_compiles(monkeypatch):
     """Inductor fails on its scales where it has not written them to memory."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     module = TwoOps(INT8, 32, 64).bfloat16()
     with torch.compiler.config.patch(force_disable_caches=True):  # they do not know of the CPU's units
-        compiled = torch.compile(module, fullgraph=True)
-        for m in tokens:
+        compiled = torch.compile(module, fullgraph=True, dynamic=True)
+        for m in (5, 6, 1):
             x = torch.randn(m, 64).bfloat16()
-            y, module_y = compiled(x), module(x)
-            assert torch.allclose(y, module_y, rtol=2**-7, atol=1e-2)
+            assert torch.allclose(compiled(x), module(x), rtol=2**-7, atol=1e-2)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 0), (0, 8)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxquant.kernels.formats import FORMATS, WHOLE
-from fxquant.kernels.numerics.blocks import block_amax, spread
+from fxquant.kernels.numerics.blocks import block_amax, spread, sum_of_squares
 
 BLOCKS = [(WHOLE, WHOLE), (1, WHOLE), (1, 4), (2, 4), (128, 128), (1, 128), (1, 1)]
 
@@ -87,3 +87,19 @@ def test_the_shape_is_that_of_the_scale(name, rows, columns):
     amax = block_amax(torch.zeros(rows, columns), FORMATS[name].block)
     assert tuple(amax.shape) == FORMATS[name].scale_shape(rows, columns)
     assert not amax.any()
+
+
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_sums_of_squares_equal_the_loop(width, size):
+    """Also of values whose squares no float32 holds."""
+    x = torch.randn(3, 37) * size
+    sums = sum_of_squares(x, (1, width))
+    assert sums.dtype == torch.float64
+    for row, values in zip(sums.tolist(), x.tolist(), strict=True):
+        expected = [sum(value**2 for value in values[start : start + width]) for start in range(0, 37, width)]
+        assert row == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def test_infinities_and_nan_in_a_sum_of_squares():
+    assert sum_of_squares(torch.tensor([[1.0, -torch.inf, 2.0, torch.nan]]), (1, 2))[0].isfinite().tolist() == [False, False]
