@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant
+from tests.fxquant.families import FAMILIES
 
 E, N, K = 5, 48, 32
 """Experts, out features, in features."""
@@ -237,3 +238,24 @@ def test_einsums_of_any_labels(data, rewrite_and_run, count_ops, relative_error)
     expected = torch.einsum(f"{x_axes},{weight_axes}->{out}", x, module.weight.dequantize())
     assert count_ops(graph.gm.graph)["scaled_grouped_mm"] == 1
     assert relative_error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])  # the last two: grouped_mm_fallback
+def test_both_implementations_of_transformers(family, implementation, dtype, rewrite_and_run, count_ops, relative_error):
+    model = FAMILIES[family].model(layers=1).to(dtype)
+    model.set_experts_implementation(implementation)
+    fxquant.quantize_(model, quantization_config={"moe": "fp8_per_tensor"})
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = model(ids).logits
+    got, graph = rewrite_and_run(model, ids)
+    counts = count_ops(graph.gm.graph)
+    assert (counts["scaled_grouped_mm"], counts["quantize_activation"], counts["dequantize_weight"]) == (2, 2, 0)
+    assert relative_error(got.logits, expected) < 1e-3
+    plain, graph = rewrite_and_run(
+        FAMILIES[family].model(layers=1).to(dtype), ids, quantization_config={"moe": "fp8_per_tensor"}
+    )
+    assert count_ops(graph.gm.graph)["scaled_grouped_mm"] == 2
+    assert relative_error(plain.logits, expected) < 1e-3
