@@ -305,8 +305,7 @@ def arguments(form: str | None, tokens: int, experts: int, columns: int) -> tupl
     ("names", "shards", "form"),
     [
         (("fp8_per_channel_static", "fp8_per_token"), (12, 20), "offs"),
-        (("mxfp4", None), (12, 20), "offs"),
-        (("nvfp4", "nvfp4"), (), "expert_ids"),
+        (("mxfp4", None), (12, 20), "expert_ids"),
         (("int8_per_channel_static", "int8_per_token"), (), None),
     ],
     ids=str,

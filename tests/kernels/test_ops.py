@@ -450,12 +450,12 @@ OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_
 
 
 @pytest.mark.parametrize("activation", ACTIVATION_FORMATS)
-@pytest.mark.parametrize("shape", [(3, 130), (7,), (0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 130), (0, 4)], ids=str)
 def test_opcheck_of_quantize_activation(activation, shape):
     torch.library.opcheck(quantize_activation.default, (torch.randn(shape), activation), test_utils=OPCHECKS)
 
 
-@pytest.mark.parametrize("names", SCHEMES, ids=str)
+@pytest.mark.parametrize("names", [SCHEMES[index] for index in (1, 2, 5, 10, 11, 14, 16, 17, 19)], ids=str)
 @pytest.mark.parametrize(("shape", "rows", "shards"), [((3, 130), 16, [6, 10]), ((2, 2, 5), 1, None)], ids=str)
 def test_opcheck_of_scaled_mm(names, shape, rows, shards):
     x, weight = torch.randn(shape), quantised(torch.randn(rows, shape[-1]), names, shards=shards or ())
@@ -474,14 +474,14 @@ def test_on_the_meta_device(names):
 class TwoOps(torch.nn.Module):
     def __init__(self, names: Names, rows: int, columns: int, shards: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.names, self.weight = names, quantised(torch.randn(rows, columns), names, shards=shards)
-        self.parts = torch.nn.ParameterList(torch.nn.Parameter(c, requires_grad=False) for c in self.weight.components)
+        self.names, self.shards = names, shards
+        weight = quantised(torch.randn(rows, columns), names, shards=shards)
+        self.parts = torch.nn.ParameterList(torch.nn.Parameter(c, requires_grad=False) for c in weight.components)
         self.bias = torch.nn.Parameter(torch.randn(rows), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        activation, shards = self.names[1] or NO_ACTIVATION, list(self.weight.spec.shards)
-        components = activation_components(x, self.names[1])
-        return scaled_mm(components, list(self.parts), self.bias, activation, self.names[0], x.dtype, shards)
+        components, activation = activation_components(x, self.names[1]), self.names[1] or NO_ACTIVATION
+        return scaled_mm(components, list(self.parts), self.bias, activation, self.names[0], x.dtype, list(self.shards))
 
 
 def test_an_exported_graph_shows_the_ops_and_decomposes():
@@ -503,7 +503,6 @@ def test_an_exported_graph_shows_the_ops_and_decomposes():
         (SCHEMES[1], 130, ()),
         (SCHEMES[2], 130, (30, 34)),
         (SCHEMES[5], 130, (30, 34)),
-        (("mxfp8", "mxfp8"), 130, ()),
         (("mxfp4", None), 133, (30, 34)),
         (("nvfp4", "nvfp4"), 133, ()),
         (("int8_per_channel_static", "int8_per_token"), 133, ()),

@@ -254,8 +254,8 @@ def test_both_implementations_of_transformers(family, implementation, dtype, rew
     counts = count_ops(graph.gm.graph)
     assert (counts["scaled_grouped_mm"], counts["quantize_activation"], counts["dequantize_weight"]) == (2, 2, 0)
     assert relative_error(got.logits, expected) < 1e-3
-    plain, graph = rewrite_and_run(
-        FAMILIES[family].model(layers=1).to(dtype), ids, quantization_config={"moe": "fp8_per_tensor"}
-    )
+    untouched = FAMILIES[family].model(layers=1).to(dtype)
+    untouched.set_experts_implementation(implementation)
+    plain, graph = rewrite_and_run(untouched, ids, quantization_config={"moe": "fp8_per_tensor"})
     assert count_ops(graph.gm.graph)["scaled_grouped_mm"] == 2
     assert relative_error(plain.logits, expected) < 1e-3

@@ -193,10 +193,10 @@ def test_compiled_bytes_equal_eager_ones(name, columns, dtype):
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(quantise, backend=counter, dynamic=True, fullgraph=True)
-    for tokens in (5, 7, 2, 130, 33, 64, *([1] if columns == 133 else [])):
+    for tokens in (5, 7, 2, 130, 33, 64, *([1] if name == "mxfp4" else [])):
         x = extreme(tokens, columns, dtype)
         assert same(compiled(x), quantize_activation(x, name))
-    assert counter.frame_count <= 2
+    assert counter.frame_count == (2 if name == "mxfp4" else 1)
     x[0, 5], x[-1, 70] = math.nan, math.inf  # NaN may carry either sign
     components = compiled(x), quantize_activation(x, name)
     assert torch.equal(components[0][1].float().nan_to_num(-1), components[1][1].float().nan_to_num(-1))
