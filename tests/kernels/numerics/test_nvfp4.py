@@ -137,6 +137,18 @@ def test_block_scales_at_their_own_ties():
     assert_equals_reference(x)
 
 
+def test_block_scales_are_divided_by_the_inverse_of_the_global_scale():
+    """Blocks at ties of their scale under a G that is no power of two, where amax / 6 * G would round the other way."""
+    for amax in (1.1, 3.3, 1000.7):
+        inverse = 1 / quantize(torch.tensor([[amax]]), NVFP4)[2]
+        middles = torch.tensor([6 * (a + b) / 2 for a, b in pairwise(E4M3)]) * inverse
+        near = [middles]
+        for _ in range(3):
+            near = [torch.nextafter(near[0], 0 * middles), *near, torch.nextafter(near[-1], 2 * middles)]
+        blocks = torch.cat(near)
+        assert_equals_reference(torch.cat([torch.tensor([amax]), blocks[blocks < amax]])[:, None])
+
+
 def test_matrix_magnitudes_around_powers_of_two():
     base = torch.tensor([2.0**power for power in (-149, -127, -126, -117, -116, -115, -10, 0, 11, 127)] + [2688.0, 1344.0])
     for amax in torch.cat([base, torch.nextafter(base, base * 2), torch.nextafter(base, base * 0)]).tolist():
