@@ -364,7 +364,12 @@ def _target_problems(pattern: object, value: object) -> Iterator[str]:
     at = f"[{pattern!r}]" if not isinstance(pattern, str) else f"['{pattern}']"
     yield from _pattern_problems(at, pattern)
     if not (isinstance(value, str) and value in SHORTHANDS):
-        hint = suggest(value, SHORTHANDS) if isinstance(value, str) else ""
+        alike = [name for name, short in SHORTHANDS.items() if short.moe is not None and short.moe.weight.name == value]
+        if alike:
+            only = "" if SHORTHANDS[alike[0]].linear else f" (experts only; linear layers get it by {{'linear': '{value}'}})"
+            hint = f" Did you mean '{alike[0]}'{only}?"
+        else:
+            hint = suggest(value, SHORTHANDS) if isinstance(value, str) else ""
         yield f"{at}: got {_shown(value)}; accepted: the shorthands {', '.join(SHORTHANDS)}.{hint}"
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .kernels.quantized_tensor import QuantizedTensor
-from .layers import HEAD_NAMES, Layer, LayerWeight, is_router, layer_of, matrix_layer, says_experts
+from .layers import GATE_UP, HEAD_NAMES, Layer, LayerWeight, is_router, layer_of, matrix_layer, says_experts
 from .passes.expert_sites import ExpertSite, expert_sites
 from .passes.weights import Site, sites
 
@@ -117,7 +117,7 @@ def _expert_layers(
 def _expert_weight(parameter: str, value: torch.Tensor, site: Site | ExpertSite) -> LayerWeight:
     experts, *matrix = value.shape
     rows, columns = matrix if site.contraction == -1 else reversed(matrix)
-    gated = "gate_up" in parameter and rows % 2 == 0
+    gated = re.search(GATE_UP, parameter) is not None and rows % 2 == 0
     return LayerWeight(
         parameter=parameter,
         rows=rows,

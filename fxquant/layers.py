@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,10 @@ from .kernels.weight_spec import WeightSpec
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_embeddings"})
 PACKED_PROJECTION = "packed projection"
 """Kind of nn.MultiheadAttention's one matrix for q, k and v, which torch's attention functions read by itself."""
-SHARED_WEIGHT = "weight shared with a module that is no linear layer"
-"""Kind of a linear layer whose weight something else reads too: quantising it would break the tie."""
+SHARED_WEIGHT = "weight shared with a module of another sort"
+"""Kind of a layer whose weight, or part of whose experts, something else reads too: quantising it would break the tie."""
+GATE_UP = r"gate_up|up_gate|w13"
+"""Names of parameters that hold gate and up together."""
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 
 
@@ -68,7 +71,7 @@ class Layer:
         weights: its weights: one, or the 3-D parameters of experts.
         nbytes: bytes of the weights as they are now; 0 for a head whose weight is the embedding's.
         device: where the weights live.
-        dtype: their logical dtype.
+        dtype: their logical dtype; of several the one that cannot be converted.
         quantized: specs of the weights that are quantised already.
         tied_to: the first layer that holds the same parameter, where this is not the first.
     """
@@ -81,6 +84,10 @@ class Layer:
     dtype: torch.dtype
     quantized: tuple[WeightSpec, ...] = ()
     tied_to: str | None = None
+
+    @property
+    def holds_experts(self) -> bool:
+        return any(weight.experts for weight in self.weights)
 
 
 def is_router(name: str) -> bool:
@@ -102,15 +109,31 @@ def find_layers(model: nn.Module) -> list[Layer]:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     others = {id(p) for m in model.modules() if not _is_linear(m) for p in m._parameters.values() if p is not None} - embeddings
     heads = {id(head) for head in _output_embeddings(model)}
+    holders = _holders_of_stacks(model)
     layers: list[Layer] = []
     first_owner: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for layer, parameter in _layers_of(name, module, embeddings, heads):
+            stacks = [module._parameters[weight.parameter] for weight in layer.weights] if layer.kind == "moe" else []
+            if any(len(holders[id(stack)]) > 1 for stack in stacks):
+                new = [p for p in stacks if p is not None and first_owner.setdefault(id(p), name) == name]
+                layers.append(replace(layer, kind=SHARED_WEIGHT, nbytes=sum(p.numel() * p.itemsize for p in new)))
+                continue
             if layer.kind == "linear" and id(parameter) in others:
                 layer = replace(layer, kind=SHARED_WEIGHT)
             owner = name if layer.kind == "embedding" else first_owner.setdefault(id(parameter), name)
             layers.append(layer if owner == name else replace(layer, tied_to=owner))
     return layers
+
+
+def _holders_of_stacks(model: nn.Module) -> dict[int, set[frozenset[int]]]:
+    """For each 3-D parameter the sets of such parameters that the modules which hold it hold."""
+    holders: dict[int, set[frozenset[int]]] = defaultdict(set)
+    for module in model.modules():
+        held = frozenset(id(p) for p in module._parameters.values() if p is not None and not is_lazy(p) and p.dim() == 3)
+        for stack in held:
+            holders[stack].add(held)
+    return holders
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -143,18 +166,25 @@ def _layers_of(name: str, module: nn.Module, embeddings: set[int], heads: set[in
         packed = module.in_proj_weight
         yield matrix_layer(f"{name}.in_proj_weight".lstrip("."), PACKED_PROJECTION, packed, -1), packed
     else:
-        stacks = {key: p for key, p in module._parameters.items() if p is not None and p.dim() == 3 and p.shape[0] > 1}
+        stacks = {key: p for key, p in module._parameters.items() if p is not None and _is_stack(key, p)}
         if stacks and not isinstance(module, _ConvNd) and says_experts(name, type(module).__name__):
             weights = [expert_weight(module, key, stacks) for key in stacks]
             yield layer_of(name, "moe", weights, list(stacks.values())), next(iter(stacks.values()))
 
 
 def says_experts(name: str, class_name: str) -> bool:
-    """Whether a module that owns 3-D parameters calls itself experts, by its path or class.
+    """Whether a module that owns 3-D parameters calls itself experts, by its class, its own name or that of the one around it.
 
     Other modules have such parameters too: position tables, weights by attention head, causal convolutions.
     """
-    return re.search(r"expert|moe", f"{name} {class_name}", re.IGNORECASE) is not None
+    return re.search(r"expert|moe", " ".join([class_name, *name.split(".")[-2:]]), re.IGNORECASE) is not None
+
+
+def _is_stack(parameter: str, value: torch.Tensor) -> bool:
+    """Whether a parameter of experts holds matrices, not biases."""
+    return (
+        not is_lazy(value) and value.dim() == 3 and value.numel() > 0 and min(value.shape[1:]) > 1 and "bias" not in parameter
+    )
 
 
 def expert_weight(module: nn.Module, parameter: str, stacks: Mapping[str, torch.Tensor]) -> LayerWeight:
@@ -169,7 +199,7 @@ def expert_weight(module: nn.Module, parameter: str, stacks: Mapping[str, torch.
     if transposed is None:
         transposed = _looks_transposed([tuple(stack.shape) for stack in stacks.values()])
     rows, columns = reversed(matrix) if transposed else matrix
-    gated = "gate_up" in parameter and getattr(module, "has_gate", True) and rows % 2 == 0
+    gated = re.search(GATE_UP, parameter) is not None and getattr(module, "has_gate", True) and rows % 2 == 0
     return LayerWeight(
         parameter=parameter,
         rows=rows,
@@ -195,6 +225,11 @@ def matrix_layer(name: str, kind: str, weight: torch.Tensor, contraction: int) -
     )
 
 
+def can_convert(dtype: torch.dtype) -> bool:
+    """Whether weights of this dtype can be quantised: float16, bfloat16 and float32."""
+    return dtype.is_floating_point and dtype.itemsize in (2, 4)
+
+
 def layer_of(name: str, kind: str, weights: Sequence[LayerWeight], values: Sequence[torch.Tensor]) -> Layer:
     """The layer of these weights, quantised already or not."""
     return Layer(
@@ -203,6 +238,6 @@ def layer_of(name: str, kind: str, weights: Sequence[LayerWeight], values: Seque
         weights=tuple(weights),
         nbytes=sum(getattr(value, "stored_nbytes", value.numel() * value.itemsize) for value in values),
         device=values[0].device,
-        dtype=values[0].dtype,
+        dtype=next((value.dtype for value in values if not can_convert(value.dtype)), values[0].dtype),
         quantized=tuple(value.spec for value in values if isinstance(value, QuantizedTensor)),
     )

@@ -14,16 +14,18 @@ from torch import nn
 from .errors import ConfigError, RuleError, UnsupportedError, suggest
 from .kernels.capability import FAMILIES, Kernel, Problem, choose, default_activation, device_key
 from .kernels.formats import Scheme
-from .layers import PACKED_PROJECTION, SHARED_WEIGHT, Layer, find_layers
+from .layers import PACKED_PROJECTION, SHARED_WEIGHT, Layer, can_convert, find_layers
 from .log import log
 from .rules import Decision, Policy, decide, unmatched
-from .schemes import DEFAULT, SchemeRequest
+from .schemes import DEFAULT, SHORTHANDS, SLOTS, SchemeRequest
 
 if TYPE_CHECKING:
     from .config import QuantizationConfig
 
 PLANNED_KINDS = ("linear", "moe", "head", "router", PACKED_PROJECTION, SHARED_WEIGHT)
 QUANTIZED_ALREADY = "quantised already"
+NO_RULE = "no rule"
+"""The reason where a configuration does not speak of a layer."""
 NO_METHOD = "no method"
 """How the reason starts where a scheme was chosen that nothing can compute."""
 
@@ -108,7 +110,7 @@ class Plan:
     @property
     def expert_bytes_left(self) -> int:
         """Bytes of the expert layers that stay as they are."""
-        return sum(layer.bytes_before for layer in self.layers if layer.layer.kind == "moe" and layer.scheme is None)
+        return sum(layer.bytes_before for layer in self.layers if layer.layer.holds_experts and layer.scheme is None)
 
     @property
     def model_bytes_after(self) -> int:
@@ -124,9 +126,22 @@ class Plan:
 
     def experts_left(self) -> list[str]:
         """The line that says how much of the experts is not quantised; none for a model without experts."""
-        if all(layer.layer.kind != "moe" for layer in self.layers):
+        if not any(layer.layer.holds_experts for layer in self.layers):
             return []
-        return [f"experts left as they are: {megabytes(self.expert_bytes_left)} MB"]
+        left = self.expert_bytes_left
+        return [f"experts left as they are: {f'{megabytes(left)} MB' if left else 'none'}"]
+
+    def nothing(self) -> str:
+        """The message of a plan that quantises no layer: why not, and what to do."""
+        reasons = "\n".join(f"  {line}" for line in self.summary()) or "  the model has no linear or expert layer"
+        remedy = "choose another scheme, or other rules"
+        for shorthand in SHORTHANDS.values():
+            if any(layer.reason.startswith(f"{shorthand.name} defines no") for layer in self.layers):
+                remedy = f"{shorthand.name} is for experts; for linear layers {shorthand.lack('linear').partition('; ')[2]}"
+                remedy += " into quantization_config, e.g. {'linear': NAME}"
+        if self.layers and all(layer.reason == NO_RULE for layer in self.layers if layer.layer.kind in SLOTS):
+            remedy = "none of these layers is of a kind that the configuration speaks of; " + remedy
+        return f"nothing would be quantised:\n{reasons}\n{remedy}"
 
     def summary(self) -> Iterator[str]:
         """One log line a group, e.g. ``self_attn.o_proj: 24 (from quantization: mxfp8)``."""
@@ -337,7 +352,7 @@ def _planned(layer: Layer, decision: Decision, device: str, capability: tuple[in
         if layer.quantized:
             return replace(stays, scheme=layer.quantized[0].scheme, rule=QUANTIZED_ALREADY, reason="")
         return stays
-    if not layer.dtype.is_floating_point or layer.dtype.itemsize not in (2, 4):
+    if not can_convert(layer.dtype):
         return replace(stays, reason=f"{NO_METHOD}: the weight is {layer.dtype}, needed is float16, bfloat16 or float32")
     scheme = resolve_activation(decision.request, capability)
     kernels = []

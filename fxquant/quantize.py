@@ -87,8 +87,7 @@ def quantize_(
 def _check(model: nn.Module, decided: Plan, backends: Mapping[str, str]) -> list[PlannedLayer]:
     """The layers still to convert, after every reason to refuse was looked for."""
     if not decided.chosen:
-        reasons = "\n".join(f"  {line}" for line in decided.summary()) or "  the model has no linear or expert layer"
-        raise UnsupportedError(f"nothing would be quantised:\n{reasons}\nchoose another scheme, or other rules")
+        raise UnsupportedError(decided.nothing())
     to_convert = []
     for layer in decided.chosen:
         backend = _backend(layer, backends)
@@ -100,7 +99,7 @@ def _check(model: nn.Module, decided: Plan, backends: Mapping[str, str]) -> list
                     f"{backend} is asked for ({layer.rule}); load the original weights to quantise it another way",
                     (layer.name,),
                 )
-        if len(layer.layer.quantized) < len(layer.layer.weights):
+        if layer.rule != QUANTIZED_ALREADY and len(layer.layer.quantized) < len(layer.layer.weights):
             to_convert.append(layer)
     for layer in to_convert:
         for name, parameter in _parameters(model, layer):

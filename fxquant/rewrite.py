@@ -16,11 +16,12 @@ from torch._guards import TracingContext, detect_fake_mode
 
 from .conversions import CONVERSIONS
 from .errors import RuleError, UnsupportedError
-from .graph_layers import graph_layers, layer_name
+from .graph_layers import graph_layers, layer_name, parameter_name
 from .kernels.capability import Problem, choose
 from .kernels.pack import packed_spec
 from .kernels.quantized_tensor import QuantizedTensor
 from .kernels.weight_spec import WeightSpec
+from .layers import says_experts
 from .log import log, warn_once
 from .options import BackendOptions
 from .passes.fuse_siblings import PACK_KEY, PACKED_WITH_KEY, PackedInput
@@ -195,6 +196,8 @@ def _plain_slots(
                 spec = weight.spec(chosen.scheme, layer.dtype, backend)
                 index = placeholders.index(node)
                 slots.append(Slot(index=index, spec=spec, name=layer.name, plain=True, float_reads=node in embedded))
+    if policy.moe is not None or policy.targets:
+        _say_unread_experts(placeholders, inputs, {node for _, nodes in layers for node in nodes})
     if not slots and not converted:
         _say_nothing_is_quantised(decided, inputs, options)
     _say_originals_stay(slots, inputs)
@@ -204,15 +207,28 @@ def _plain_slots(
 def _say_nothing_is_quantised(decided: Plan, inputs: Sequence[Any], options: BackendOptions) -> None:
     lines = list(decided.summary())
     if options.strict and any(layer.reason.startswith(NO_METHOD) for layer in decided.layers):
-        raise UnsupportedError(
-            "nothing would be quantised:\n  " + "\n  ".join(lines) + "\nchoose another scheme, or other rules"
-        )
+        raise UnsupportedError(decided.nothing())
     if any(isinstance(value, nn.Parameter) and value.dim() in (2, 3) for value in inputs):
         lines = lines or [
             "it multiplies with no weight that a rule can reach: a fused call such as PyTorch's fast path of",
             "  nn.TransformerEncoderLayer (torch.backends.mha.set_fastpath_enabled(False) takes it apart)",
         ]
         warn_once("fxquant backend: no layer of this graph is quantised:\n  " + "\n  ".join(lines))
+
+
+def _say_unread_experts(placeholders: Sequence[fx.Node], inputs: Sequence[Any], read: set[fx.Node]) -> None:
+    """Experts that the graph reads in a way that is no known product (sliced, or gathered into more dimensions)."""
+    names = [
+        parameter_name(node) or node.name
+        for node, value in zip(placeholders, inputs, strict=True)
+        if isinstance(value, nn.Parameter) and not isinstance(value, QuantizedTensor) and value.dim() == 3 and node not in read
+    ]
+    named = [name for name in names if says_experts(name.rpartition(".")[0], "")]
+    if named:
+        warn_once(
+            f"fxquant backend: the experts {', '.join(named)} are read otherwise than by grouped_mm, bmm, matmul, einsum or "
+            "expert by expert, and stay as they are; fxquant.quantize_ converts them and dequantises what is read"
+        )
 
 
 def _say_originals_stay(slots: Sequence[Slot], inputs: Sequence[Any]) -> None:

@@ -164,8 +164,11 @@ def choose(problem: Problem, family: str = "auto") -> Kernel:
         if isinstance(answer, Kernel):
             return answer
     able = [name for name, answer in answers.items() if isinstance(answer, Kernel)]
-    reasons = "; ".join(f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str))
-    remedy = f"use one of {able} or 'auto'" if able else "choose another scheme or leave the layer out (ignore)"
+    asked = answers if family == "auto" else {family: answers[family]}
+    reasons = "; ".join(f"{name}: {answer}" for name, answer in asked.items() if isinstance(answer, str))
+    remedy = (
+        f"use {' or '.join(map(repr, able))}, or 'auto'" if able else "choose another scheme or leave the layer out (ignore)"
+    )
     experts = f" for {problem.experts} experts" if problem.experts else ""
     raise UnsupportedError(
         f"no {'kernel' if family == 'auto' else repr(family) + ' kernel'} for {problem.scheme} with N={problem.rows}, "

@@ -110,6 +110,11 @@ class Scheme:
         activation = self.activation
         return activation is None or (self.weight.element in INTEGERS) == (activation.element in INTEGERS)
 
+    @property
+    def has_joint_activation_scale(self) -> bool:
+        """Whether one scale serves all tokens."""
+        return self.activation is not None and self.activation.block == (WHOLE, WHOLE)
+
     def __str__(self) -> str:
         search = "" if self.scale_search == "amax" else f" ({self.scale_search})"
         return f"{self.weight.name}{search} x {self.activation.name if self.activation else 'none'}"

@@ -7,6 +7,10 @@ the kernel that the capability table picks. A tensor in a format is the list of 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -98,6 +102,16 @@ def _is_empty(x: Tensor) -> bool:
     return any(_known(size == 0) for size in x.shape)
 
 
+def _is_unbacked(x: Tensor) -> bool:
+    """Whether only the run knows a size of ``x``; torch._scaled_mm asks for it while a graph is traced."""
+    symbols = [size for size in x.shape if isinstance(size, torch.SymInt)]
+    if not symbols:
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return any(has_free_unbacked_symbols(size) for size in symbols)
+
+
 def _int8_pack_is_faster(x: Tensor) -> bool:
     """Always for one token; for more where the CPU has no bfloat16 units, with which dequantising and matmul wins."""
     return not torch.cpu._is_avx512_bf16_supported() or all(_known(size == 1) for size in x.shape[:-1])
@@ -158,6 +172,21 @@ def _columns(x: Tensor, weight: Tensor, scheme: Scheme) -> int:
     return columns
 
 
+def _as_asked(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op with autocast off: its float32 products are to stay in float32."""
+
+    @functools.wraps(op)
+    def run(x: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        kind = x[0].device.type
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return op(x, *args, **kwargs)
+        return op(x, *args, **kwargs)
+
+    return run
+
+
+@_as_asked
 def scaled_mm(
     x: list[Tensor],
     weight: list[Tensor],
@@ -196,12 +225,23 @@ def scaled_mm(
         return empty if bias is None else empty + bias.to(out_dtype)
     if kernel.runs == INT8_PACK and _int8_pack_is_faster(x[0]):
         return _torch_int8_mm(_as_rows(x[0].to(out_dtype)), weight, bias).view(out_shape)
-    if kernel.runs == SCALED_MM:
+    if kernel.runs == SCALED_MM and not _is_unbacked(x[0]):
         x_rows = [_as_rows(x[0]), x[1] if x[1].dim() == 0 else _as_rows(x[1])]
         if len(shards) > 1 and weight[1].dim() == 1:  # a scale for each shard
             weight = [weight[0], torch.cat([s.expand(n, 1) for s, n in zip(weight[1].unbind(), shards, strict=True)])]
         return _torch_scaled_mm(x_rows, weight, bias, out_dtype).view(out_shape)
     return _reference_scaled_mm(x, weight, bias, scheme, shards, out_dtype)
+
+
+def from_the_end(index: Tensor, size: int) -> Tensor:
+    """Numbers of experts with the negative ones counted from the end, as in indexing."""
+    return torch.where(index < 0, index + size, index)
+
+
+def without_padding(x: Tensor, offs: Tensor) -> Tensor:
+    """x (T, K) with zeros in the rows behind the last group, which may hold anything and should not count for a joint scale."""
+    rows = torch.arange(x.shape[0], device=x.device)
+    return torch.where((rows < offs[-1]).unsqueeze(1), x, 0)
 
 
 def take(part: Tensor, index: Tensor) -> Tensor:
@@ -211,6 +251,7 @@ def take(part: Tensor, index: Tensor) -> Tensor:
     return part.index_select(0, index)
 
 
+@_as_asked
 def scaled_grouped_mm(
     x: list[Tensor],
     weight: list[Tensor],
@@ -229,7 +270,8 @@ def scaled_grouped_mm(
             ``activation`` is ``"none"``.
         weight: components of the experts' weights, wq (E, N, stored K) first.
         offs: (E,) integers, where the rows are sorted by expert: the end of each expert's rows. Rows behind the last are zero.
-        expert_ids: (T,) integers in [0, E), where they are not. One of the two is given for x (T, K), none for (E, T, K).
+        expert_ids: (T,) integers in [-E, E), where they are not; the rows of others are zero. One of the two is given for x
+            (T, K), none for (E, T, K).
         activation, weight_format, out_dtype, backend: see ``scaled_mm``.
         shards: rows of each matrix that an expert's weight is stacked of (gate and up); empty or None: it is one.
 
@@ -257,6 +299,7 @@ def scaled_grouped_mm(
     if expert_ids is None:
         assert offs is not None
         return _reference_grouped_mm(x, weight, offs, scheme, shards, out_dtype)
+    expert_ids = from_the_end(expert_ids, experts)
     order = expert_ids.argsort(stable=True)
     counts = (expert_ids.unsqueeze(1) == torch.arange(experts, device=expert_ids.device)).sum(0)
     sorted_x = [take(part, order) if part.dim() else part for part in x]

@@ -12,6 +12,8 @@ It has the original's shape, logical dtype and device; the values live in its co
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from .pack import Pack
 
 aten = torch.ops.aten
+log = logging.getLogger("fxquant")
 
 
 _SPECS: dict[WeightSpec, WeightSpec] = {}
@@ -454,7 +457,7 @@ def _addmm(func: Any, bias: Tensor, x: Any, weight: Any, *, beta: Any = 1, alpha
 def _bmm(func: Any, left: Any, right: Any) -> Any:
     if isinstance(left, QuantizedTensor) and not isinstance(right, QuantizedTensor):  # w @ x = (x.T @ w.T).T
         result = _bmm(func, right.mT, _transpose(func, left, 1, 2))
-        return result if result is NotImplemented else result.mT
+        return result if result is NotImplemented else result.mT.contiguous()
     if not _is_product(left, right, contraction=-2):
         return NotImplemented
     if not right.spec.experts:
@@ -475,11 +478,22 @@ def _grouped_mm(func: Any, x: Any, weight: Any, offs: Tensor | None = None, bias
     return grouped(x, weight.components, weight.spec, out_dtype or x.dtype, offs=offs)
 
 
+@functools.cache
+def _say_other_dimension(spec: WeightSpec) -> None:
+    log.warning(
+        "experts of shape %s are multiplied along another dimension than they are quantised along, and so are dequantised in "
+        "every call; a module of experts with weights [E, K, N] says so with an attribute is_transposed = True",
+        spec.shape,
+    )
+
+
 def _is_product(x: Any, weight: Any, *, contraction: int) -> bool:
     """Whether x @ weight (in the op's layout) contracts the weight along its quantised dimension."""
     if not isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor):
         return False
     spec = weight.spec
+    if spec.experts and spec.contraction != contraction and x.shape[-1] == weight.shape[contraction]:
+        _say_other_dimension(spec)
     if spec.contraction != contraction or x.dtype != spec.dtype or x.shape[-1] != spec.columns:
         return False  # dequantised, torch's own error says what does not fit
     batch = spec.leading[:1] or ((spec.experts,) if spec.experts and x.dim() == 3 else ())

@@ -143,6 +143,8 @@ def grouped(
     expert_ids: Tensor | None = None,
 ) -> Tensor:
     """Products with an expert of each row: x (T, K) -> (T, N), or x (E, T, K) -> (E, T, N); see ``ops.scaled_grouped_mm``."""
+    if offs is not None and spec.scheme.has_joint_activation_scale:
+        x = ops.without_padding(x, offs)
     x_components, name = _quantized_activation(x, spec)
     result: Tensor = torch.ops.fxquant.scaled_grouped_mm(
         x_components, components, offs, expert_ids, name, spec.scheme.weight.name, out_dtype, spec.shards, spec.backend

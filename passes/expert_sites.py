@@ -64,6 +64,11 @@ def _as_it_is(graph: fx.Graph, x: fx.Node) -> fx.Node:
     return x
 
 
+def _laid_out(graph: fx.Graph, product: fx.Node, node: fx.Node) -> fx.Node:
+    """The product in the memory layout that readers of ``node`` expect, as far as they can tell: contiguous or not."""
+    return graph.call_method("contiguous", (product,)) if value_of(node).is_contiguous() else product
+
+
 def _method(name: str, *args: Any) -> Step:
     return lambda graph, x: method(graph, name, x, *args)
 
@@ -140,11 +145,13 @@ def _batched(node: fx.Node, left: Any, right: Any, is_weight: Callable[[fx.Node]
             weight=use,
             contraction=contraction,
             before=lambda graph, x: spread(graph, swap(graph, x)),
-            after=swap,
+            after=lambda graph, product: _laid_out(graph, swap(graph, product), node),
         )
     rows = value_of(x).shape[-1 if on_left else -2]
     if dims != 3 or not isinstance(use.index, fx.Node) or rows != 1:
         return None  # more than one row for each choice
+    if matmul and not _same_size(value_of(x).shape[0], value_of(use.index).shape[0]):
+        return None  # broadcast
     single = -1 if on_left else 1
     return ExpertSite(
         node=node,
@@ -157,9 +164,15 @@ def _batched(node: fx.Node, left: Any, right: Any, is_weight: Callable[[fx.Node]
     )
 
 
+def _same_size(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal for certain."""
+    return one == other if isinstance(one, int) and isinstance(other, int) else str(one) == str(other)
+
+
 def _plus(site: ExpertSite, bias: Any) -> ExpertSite:
     def after(graph: fx.Graph, product: fx.Node) -> fx.Node:
-        return graph.call_function(torch.add, (bias, site.after(graph, product)))
+        cast = graph.call_method("to", (bias, value_of(site.node).dtype))
+        return graph.call_function(torch.add, (cast, site.after(graph, product)))
 
     return ExpertSite(**{**vars(site), "after": after})
 
@@ -193,6 +206,10 @@ def _labelled(node: fx.Node, use: WeightUse, weight_axes: str, x: Any, x_axes: s
         return None
     experts = value_of(use.source).shape[0]
     batched = expert in x_axes
+    sizes = dict(zip(x_axes, value_of(x).shape, strict=True))
+    (columns, out_features) = (value_of(use.source).shape[dim] for dim in _dimensions(matrix.index(inner), use.swapped))
+    if sizes[inner] != columns or (batched and sizes[expert] != experts):
+        return None  # broadcast
 
     def before(graph: fx.Graph, x: fx.Node) -> fx.Node:
         order = [x_axes.index(axis) for axis in [*([expert] if batched else []), *others, inner]]
@@ -201,9 +218,16 @@ def _labelled(node: fx.Node, use: WeightUse, weight_axes: str, x: Any, x_axes: s
         return x if batched else method(graph, "expand", x, experts, -1, -1)
 
     def after(graph: fx.Graph, product: fx.Node) -> fx.Node:
-        sizes = [graph.call_method("size", (x, x_axes.index(axis))) for axis in others]
-        product = graph.call_method("reshape", (product, experts, *sizes, -1))
-        return graph.call_method("permute", (product, *(product_axes.index(axis) for axis in out)))
+        lengths = [graph.call_method("size", (x, x_axes.index(axis))) for axis in others]
+        product = graph.call_method("reshape", (product, experts, *lengths, out_features))
+        product = graph.call_method("permute", (product, *(product_axes.index(axis) for axis in out)))
+        return _laid_out(graph, product, node)
 
     contraction = -1 if (matrix.index(inner) == 1) != use.swapped else -2
     return ExpertSite(node=node, x=x, weight=use, contraction=contraction, before=before, after=after)
+
+
+def _dimensions(inner: int, swapped: bool) -> tuple[int, int]:
+    """Dimensions of a stack that are contracted and kept, for a use of it that contracts its matrix's ``inner``-th."""
+    contracted = (inner + 1) if not swapped else 2 - inner
+    return contracted, 3 - contracted

@@ -12,10 +12,8 @@ from torch import Tensor, fx
 
 from .weights import value_of
 
-_IN_PLACE_OPERATORS = {
-    getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul", "setitem")
-}
+_IN_PLACE_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+_IN_PLACE_OPERATORS = {getattr(operator, f"i{name}") for name in _IN_PLACE_NAMES} | {operator.setitem}
 
 _VIEWS = (
     {"getitem", "view", "reshape", "select", "narrow", "unsqueeze", "squeeze", "flatten", "unflatten", "chunk", "split"}
@@ -46,7 +44,7 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
                     yield from _nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
         return
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name[3:-2] in _IN_PLACE_NAMES)
     if in_place or target in _IN_PLACE_OPERATORS or _asks_for_in_place(node):
         yield from _nodes(node.args[0] if node.args else node.kwargs.get("input"))
     if "out" in node.kwargs:

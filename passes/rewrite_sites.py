@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 from ..kernels import numerics
 from ..kernels.errors import UnsupportedError
 from ..kernels.formats import weight_format_named
-from ..kernels.ops import NO_ACTIVATION, take
+from ..kernels.ops import NO_ACTIVATION, from_the_end, take, without_padding
 from ..kernels.weight_spec import WeightSpec, take_turns
 from .expert_sites import ExpertSite, match_expert_site, method
 from .mutation import perhaps_written_operands, storages, view_base, written_operands
@@ -64,11 +65,11 @@ def take_experts(component: Tensor, index: Any) -> Tensor:
     """One component of the experts that ``index`` (a number, or a tensor of numbers) names; written into graphs too."""
     if not isinstance(index, Tensor):
         return component.select(0, index)
-    taken = take(component, index.reshape(-1))
+    taken = take(component, from_the_end(index.reshape(-1), component.shape[0]))
     return taken if index.dim() else taken.squeeze(0)
 
 
-TRACED_CALLS = (dequantize_weight, take_experts)
+TRACED_CALLS = (dequantize_weight, take_experts, without_padding)
 """The Python functions that the pass writes into graphs."""
 
 
@@ -78,22 +79,27 @@ class _Writer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        self._experts: dict[tuple[fx.Node, Any], list[fx.Node]] = {}
-        self._written: set[int] = set()
+        self._experts: dict[Any, list[fx.Node]] = {}
+        self._writes: Counter[int] = Counter()
+        self._chosen: dict[fx.Node, int] = {}
 
     def see(self, node: fx.Node) -> None:
         """Note a node that the pass goes by: what it writes to, or may write to, is not what was read before."""
         use = weight_use(node, is_quantized)
-        if use is not None and isinstance(use.index, fx.Node):
-            self._written -= storages(use.index)
+        if use is not None and use.chooser is node:
+            self._chosen[node] = self._stamp(use)
         written = {storage for operand in perhaps_written_operands(node) for storage in storages(operand)}
         if written:
-            self._written |= written
+            self._writes.update(written)
             self._casts = {key: cast for key, cast in self._casts.items() if not written & storages(key[0])}
+
+    def _stamp(self, use: WeightUse) -> int:
+        """How often the numbers of the chosen experts have been written to."""
+        return sum(self._writes[storage] for storage in storages(use.index)) if isinstance(use.index, fx.Node) else 0
 
     def is_stale(self, use: WeightUse) -> bool:
         """Whether the numbers of experts were written to after the experts had been chosen by them."""
-        return isinstance(use.index, fx.Node) and bool(self._written & storages(use.index))
+        return use.chooser is not None and self._chosen[use.chooser] != self._stamp(use)
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         """``x`` in ``dtype``; autocast: a product's operands are cast before they are quantised."""
@@ -108,7 +114,7 @@ class _Writer:
         weight: QuantizedInput = use.source.meta[META_KEY]
         if use.index is None:
             return list(weight.components)
-        key = (use.source, use.index)
+        key = (use.source, use.index, use.chooser and self._chosen.get(use.chooser))
         if key not in self._experts:
             self._experts[key] = [self.graph.call_function(take_experts, (part, use.index)) for part in weight.components]
         return self._experts[key]
@@ -182,6 +188,9 @@ def _rewrite(writer: _Writer, site: Site, spec: WeightSpec) -> fx.Node:
 def _rewrite_experts(writer: _Writer, site: ExpertSite, spec: WeightSpec) -> fx.Node:
     out_dtype = value_of(site.node).dtype
     x = site.before(writer.graph, writer.cast(site.x, out_dtype))
+    if site.offs is not None and spec.scheme.has_joint_activation_scale:
+        value, x = value_of(x), writer.graph.call_function(without_padding, (x, site.offs))
+        x.meta = {"example_value": value.new_empty(value.shape)}
     quantized, activation = writer.quantized(x, spec)
     weight: QuantizedInput = site.weight.source.meta[META_KEY]
     product = writer.graph.call_function(
@@ -207,11 +216,14 @@ def _dequantize_other_reads(graph: fx.Graph) -> None:
             spec = weight.spec
             after = last_placeholder if node.op == "placeholder" else node
             assert after is not None
-            with graph.inserting_before(after.next):
+            behind = after.next
+            with graph.inserting_before((use.chooser or after).next):  # where the experts were chosen
+                components = _Writer(graph).components(use)
+            with graph.inserting_before(behind):
                 values = graph.call_function(
                     dequantize_weight,
                     (
-                        _Writer(graph).components(use),
+                        components,
                         spec.scheme.weight.name,
                         use.dtype,
                         spec.columns,

@@ -39,12 +39,14 @@ class WeightUse:
         swapped: whether the last two dimensions are exchanged.
         dtype: dtype of the node's value.
         index: what chose among the experts of a stack: a number, or a node of numbers; None: nothing did.
+        chooser: the node that did.
     """
 
     source: fx.Node
     swapped: bool
     dtype: torch.dtype
     index: Any = None
+    chooser: fx.Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +75,14 @@ def value_of(node: fx.Node) -> Any:
 
 def weight_use(node: Any, is_weight: Callable[[fx.Node], bool]) -> WeightUse | None:
     """``node`` as a use of a weight, or None; transposes of the last two dimensions, casts and one index are looked through."""
-    swapped, index = False, None
+    swapped, index, chooser = False, None, None
     if not isinstance(node, fx.Node):
         return None
     start = node
     while node.op != "placeholder":
         chosen = _chosen_experts(node) if index is None else None
         if chosen is not None:
-            index, node = chosen
+            chooser, (index, node) = node, chosen
             continue
         step = _step(node)
         if step is None:
@@ -94,7 +96,7 @@ def weight_use(node: Any, is_weight: Callable[[fx.Node], bool]) -> WeightUse | N
         return None
     if value.dim() != source.dim() and (index is None or value.dim() != 2):
         return None
-    return WeightUse(source=node, swapped=swapped, dtype=value.dtype, index=index)
+    return WeightUse(source=node, swapped=swapped, dtype=value.dtype, index=index, chooser=chooser)
 
 
 def _chosen_experts(node: fx.Node) -> tuple[Any, fx.Node] | None:
@@ -105,9 +107,11 @@ def _chosen_experts(node: fx.Node) -> tuple[Any, fx.Node] | None:
     if node.target in _SELECTS and len(rest) == 2 and rest[0] in (0, -3):
         index: Any = rest[1]
     elif node.target in _INDEXES:
-        if stack.target in UNBINDS and isinstance(stack.args[0], fx.Node) and set(stack.args[1:]) <= {0, -3}:
-            stack = stack.args[0]
-        index = rest[0][0] if isinstance(rest[0], (tuple, list)) and len(rest[0]) == 1 else rest[0]
+        along = {*stack.args[1:], *stack.kwargs.values()} if stack.target in UNBINDS else {None}
+        if isinstance(stack.args[0] if stack.args else None, fx.Node) and along <= {0, -3}:
+            stack = stack.args[0]  # type: ignore[assignment]
+        wrapped = list if node.target is aten.index.Tensor else tuple  # a list in brackets is an index by itself
+        index = rest[0][0] if isinstance(rest[0], wrapped) and len(rest[0]) == 1 else rest[0]
     else:
         return None
     value = value_of(stack)

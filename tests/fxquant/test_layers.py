@@ -118,6 +118,13 @@ def test_three_dimensional_parameters_of_other_modules_are_no_experts():
         pass
 
     assert kinds(nn.ModuleDict({"attention": Attention(), "experts_conv": CausalConv(2, 2, 3)})) == {}
+    decoder = nn.ModuleDict({"moe_decoder": nn.ModuleList([nn.ModuleDict({"attention": Attention()})])})
+    assert kinds(decoder) == {}
+
+
+def test_biases_of_experts_are_no_weights_and_one_expert_is_enough():
+    found = weights_of(stacks(w1=(1, 48, 32), b1=(1, 1, 48), w2=(1, 32, 48), w2_bias=(1, 32, 4)))
+    assert list(found) == ["w1", "w2"]
 
 
 def test_layers_that_share_a_parameter_name_their_owner():

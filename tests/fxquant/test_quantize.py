@@ -70,7 +70,7 @@ def test_experts_are_converted_one_matrix_at_a_time(monkeypatch):
         expected = QuantizedTensor.from_float(original[name], parameter.spec.scheme, shards=parameter.spec.shards)
         assert all(map(torch.equal, parameter.components, expected.components))
     assert report.plan.expert_bytes_left == 0
-    assert "experts left as they are: 0.00 MB" in str(report)
+    assert "experts left as they are: none" in str(report)
     assert report.to_dict()["expert_bytes_left"] == 0
     assert 15 < report.to_dict()["groups"][0]["sqnr_db"] < 25
 
@@ -85,6 +85,42 @@ def test_a_stack_that_is_quantised_already_stays_and_the_other_is_converted():
     assert isinstance(model.experts.down_proj, QuantizedTensor)
     with pytest.raises(RuleError, match="quantised as mxfp8 x none"):
         fxquant.quantize_(model, "mxfp4")
+
+
+def test_experts_that_are_ignored_stay_however_much_of_them_is_quantised():
+    model = SomeExperts()
+    fxquant.quantize_(model, "mxfp8")
+    model.experts.down_proj = nn.Parameter(torch.randn(3, 32, 32).bfloat16())
+    model.other = nn.Linear(32, 32)
+    fxquant.quantize_(model, "mxfp8", {"ignore": ["experts"]})
+    assert not isinstance(model.experts.down_proj, QuantizedTensor)
+
+
+def test_ties_of_experts_are_kept():
+    whole = nn.ModuleDict({"a": SomeExperts(), "b": SomeExperts()})
+    whole.b.experts.gate_up_proj, whole.b.experts.down_proj = whole.a.experts.gate_up_proj, whole.a.experts.down_proj
+    fxquant.quantize_(whole, "mxfp4")
+    assert whole.b.experts.down_proj is whole.a.experts.down_proj
+    assert isinstance(whole.b.experts.gate_up_proj, QuantizedTensor)
+
+    part = nn.ModuleDict({"a": SomeExperts(), "b": SomeExperts(), "free": SomeExperts()})
+    part.b.experts.gate_up_proj = part.a.experts.gate_up_proj
+    down = part.b.experts.down_proj
+    report = fxquant.quantize_(part, "mxfp4")
+    assert part.b.experts.gate_up_proj is part.a.experts.gate_up_proj
+    assert part.b.experts.down_proj is down
+    assert report.plan.expert_bytes_left == 2 * (3 * 64 * 32 + 3 * 32 * 32) * 2 - 3 * 64 * 32 * 2
+    assert "weight shared with a module of another sort" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.float8_e4m3fn])
+def test_experts_of_mixed_dtypes_stay(dtype):
+    model = nn.ModuleDict({"a": SomeExperts(), "b": SomeExperts()})
+    odd = torch.zeros(3, 32, 32).to(dtype)
+    model.b.experts.down_proj = nn.Parameter(odd, requires_grad=False)
+    report = fxquant.quantize_(model, "mxfp4")
+    assert not isinstance(model.b.experts.gate_up_proj, QuantizedTensor)
+    assert f"the weight is {dtype}" in str(report)
 
 
 def test_an_expert_that_is_not_finite_is_refused_by_name():
@@ -139,8 +175,10 @@ def test_meta_weights_and_methods_that_do_not_exist_are_refused(llama):
         model = llama()
     with pytest.raises(UnsupportedError, match="meta device"):
         fxquant.quantize_(model, "fp8_per_tensor")
-    with pytest.raises(UnsupportedError, match="nothing would be quantised"):
+    with pytest.raises(UnsupportedError, match=r"(?s)nothing would be quantised.*weight format 'nvfp4' into"):
         fxquant.quantize_(llama(), "nvfp4_per_token")
+    with pytest.raises(UnsupportedError, match="none of these layers is of a kind that the configuration speaks of"):
+        fxquant.quantize_(llama(), quantization_config={"moe": "mxfp4"})
     with pytest.raises(UnsupportedError, match="no linear or expert layer"):
         fxquant.quantize_(nn.Conv2d(3, 3, 3), "fp8_per_tensor")
     with pytest.raises(ConfigError):

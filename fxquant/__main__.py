@@ -1,0 +1,5 @@
+"""``python -m fxquant``: the command."""
+
+from .cli import main
+
+main()
