@@ -136,8 +136,10 @@ def _batched(node: fx.Node, left: Any, right: Any, is_weight: Callable[[fx.Node]
     contraction = -1 if use.swapped != on_left else -2
     swap = _method("transpose", -1, -2) if on_left else _as_it_is
     if use.index is None:
-        experts = value_of(use.source).shape[0]
-        broadcast = dims == 2 or (matmul and value_of(x).shape[0] != experts)
+        experts, batch = value_of(use.source).shape[0], value_of(x).shape[0]
+        if matmul and dims == 3 and batch not in (1, experts):
+            return None  # one expert for many batches
+        broadcast = dims == 2 or (matmul and batch != experts)
         spread = _method("expand", experts, -1, -1) if broadcast else _as_it_is
         return ExpertSite(
             node=node,

@@ -20,7 +20,7 @@ from ..kernels import numerics
 from ..kernels.errors import UnsupportedError
 from ..kernels.formats import weight_format_named
 from ..kernels.ops import NO_ACTIVATION, from_the_end, take, without_padding
-from ..kernels.weight_spec import WeightSpec, take_turns
+from ..kernels.weight_spec import WeightSpec, stack_turns, take_turns
 from .expert_sites import ExpertSite, match_expert_site, method
 from .mutation import perhaps_written_operands, storages, view_base, written_operands
 from .weights import UNBINDS, Site, WeightUse, match_site, value_of, weight_use
@@ -69,7 +69,7 @@ def take_experts(component: Tensor, index: Any) -> Tensor:
     return taken if index.dim() else taken.squeeze(0)
 
 
-TRACED_CALLS = (dequantize_weight, take_experts, without_padding)
+TRACED_CALLS = (dequantize_weight, take_experts, without_padding, take_turns, stack_turns)
 """The Python functions that the pass writes into graphs."""
 
 
@@ -132,9 +132,7 @@ class _Writer:
         """The product's columns in the order of the logical rows of the weight."""
         if not spec.interleaved:
             return product
-        turns = self.graph.call_method("unflatten", (product, -1, (len(spec.shards), -1)))
-        turns = self.graph.call_method("transpose", (turns, -1, -2))
-        return self.graph.call_method("flatten", (turns, -2))
+        return self.graph.call_function(take_turns, (product, -1, len(spec.shards)))
 
 
 def rewrite_sites(graph: fx.Graph) -> int:
@@ -175,8 +173,7 @@ def _rewrite(writer: _Writer, site: Site, spec: WeightSpec) -> fx.Node:
     quantized, activation = writer.quantized(writer.cast(site.x, out_dtype), spec)
     bias = site.bias
     if bias is not None and spec.interleaved:  # into the order of the stored rows
-        bias = writer.graph.call_method("unflatten", (bias, -1, (-1, len(spec.shards))))
-        bias = writer.graph.call_method("flatten", (writer.graph.call_method("transpose", (bias, -1, -2)), -2))
+        bias = writer.graph.call_function(stack_turns, (bias, -1, len(spec.shards)))
     product = writer.graph.call_function(
         torch.ops.fxquant.scaled_mm.default,
         (quantized, writer.components(site.weight), bias, activation, spec.scheme.weight.name, out_dtype, list(spec.shards)),

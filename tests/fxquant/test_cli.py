@@ -244,3 +244,8 @@ def test_generate_compiled_writes_the_same(saved_llama: Path) -> None:
 def test_importing_the_command_loads_neither_transformers_nor_pydantic() -> None:
     code = "import sys, fxquant.cli; print([m for m in ('transformers', 'pydantic') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_package_runs_as_a_command():
+    result = subprocess.run([sys.executable, "-P", "-m", "fxquant", "--help"], capture_output=True, text=True, check=True)
+    assert "schemes" in result.stdout

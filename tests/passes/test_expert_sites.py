@@ -190,6 +190,22 @@ def test_numbers_that_are_written_after_the_choice_are_not_read_again(written, r
     assert torch.allclose(got, module(x, ids), rtol=0.01, atol=0.01)
 
 
+def test_one_expert_for_many_batches(rewrite_and_run, count_ops, relative_error):
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1, N, K).bfloat16())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.mT + torch.bmm(x[:1], self.weight.mT)
+
+    module, x = Experts(), torch.randn(3, 2, K).bfloat16()
+    fxquant.quantize_(module, "mxfp4")
+    got, graph = rewrite_and_run(module, x)
+    assert count_ops(graph.gm.graph)["scaled_grouped_mm"] == 1
+    assert relative_error(got, module(x)) < 0.01
+
+
 def test_a_stack_multiplied_along_the_other_dimension_is_dequantised_and_said(rewrite_and_run, count_ops, caplog):
     class Experts(nn.Module):
         def __init__(self) -> None:
