@@ -270,7 +270,7 @@ def test_operands_that_do_not_fit(names, columns):
 @pytest.mark.parametrize("family", ["torch", "triton"])
 def test_a_family_that_cannot_serve_is_refused(family):
     weight, x = quantised(torch.randn(2, 16, 32), ("mxfp4", None)), torch.randn(3, 32)
-    with pytest.raises(UnsupportedError, match=rf"no '{family}' kernel .*N=16, K=32 for 2 experts on cpu.*\['reference'\]"):
+    with pytest.raises(UnsupportedError, match=rf"no '{family}' kernel .*N=16, K=32 for 2 experts on cpu.*use 'reference'"):
         scaled_grouped_mm([x], weight.components, torch.tensor([1, 3]), None, NO_ACTIVATION, "mxfp4", x.dtype, backend=family)
 
 
