@@ -335,8 +335,18 @@ def plan_layers(
 
 def _device(device: torch.device | str | None, layers: Sequence[Layer]) -> torch.device:
     if device is None:
-        found = next((layer.device for layer in layers if layer.kind == "linear"), torch.device("cpu"))
+        found = next((layer.device for layer in layers if layer.kind in SLOTS), torch.device("cpu"))
         return torch.device("cpu") if found.type == "meta" else found
+    return usable_device(device)
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ConfigError: there is no such name.
+        UnsupportedError: this machine has none.
+    """
     try:
         wanted = torch.device(device)
     except RuntimeError as error:

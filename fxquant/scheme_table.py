@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from . import markdown
-from .errors import ConfigError, UnsupportedError
 from .kernels.capability import Kernel, Problem, device_key, kernels_for
 from .kernels.formats import FORMATS, WEIGHT_FORMATS, Scheme, defined_activations
-from .planner import resolve_activation
+from .planner import resolve_activation, usable_device
 from .schemes import NAMES, SHORTHANDS, SLOTS, WEIGHT_ONLY, Slot, request_named
 
 SHAPES: Mapping[Slot, Mapping[str, int]] = {
@@ -127,7 +126,7 @@ def scheme_table(device: torch.device | str) -> SchemeTable:
         ConfigError: no such kind of device exists.
         UnsupportedError: this machine has none of it.
     """
-    kind, capability = device_key(_device(device))
+    kind, capability = device_key(usable_device(device))
     rows = (_row(name, slot, kind, capability) for name in NAMES for slot in SLOTS)
     return SchemeTable(device=kind, capability=capability, rows=tuple(rows))
 
@@ -140,16 +139,6 @@ def _shown(slot: Slot) -> str:
     shape = SHAPES[slot]
     matrix = f"N={shape['rows']}, K={shape['columns']}"
     return f"{shape['experts']} experts of {matrix}" if shape["experts"] else matrix
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device: got {device!r}: {error}") from None
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(f"device: got {device!r}, but this machine has no CUDA device; use device='cpu'")
-    return wanted
 
 
 def _row(name: str, slot: Slot, device: str, capability: tuple[int, int] | None) -> Row:
