@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .kernels.quantized_tensor import QuantizedTensor
-from .layers import GATE_UP, HEAD_NAMES, Layer, LayerWeight, is_router, layer_of, matrix_layer, says_experts
+from .layers import HEAD_NAMES, Layer, LayerWeight, is_router, layer_of, matrix_layer, says_experts, stack_weight
 from .passes.expert_sites import ExpertSite, expert_sites
 from .passes.weights import Site, sites
 
@@ -107,26 +107,12 @@ def _expert_layers(
             continue
         weights = owned.setdefault(name, {})
         if source not in weights:
-            weights[source] = _expert_weight(parameter, placeholders[source], site)
+            shape = placeholders[source].shape
+            weights[source] = stack_weight(parameter, shape, contraction=site.contraction, interleaved=_takes_turns(site.node))
     return [
         (layer_of(name, "moe", list(weights.values()), [placeholders[node] for node in weights]), tuple(weights))
         for name, weights in owned.items()
     ]
-
-
-def _expert_weight(parameter: str, value: torch.Tensor, site: Site | ExpertSite) -> LayerWeight:
-    experts, *matrix = value.shape
-    rows, columns = matrix if site.contraction == -1 else reversed(matrix)
-    gated = re.search(GATE_UP, parameter) is not None and rows % 2 == 0
-    return LayerWeight(
-        parameter=parameter,
-        rows=rows,
-        columns=columns,
-        contraction=site.contraction,
-        experts=experts,
-        shards=(rows // 2, rows // 2) if gated else (),
-        interleaved=gated and _takes_turns(site.node),
-    )
 
 
 def _takes_turns(product: fx.Node) -> bool:

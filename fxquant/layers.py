@@ -194,20 +194,33 @@ def expert_weight(module: nn.Module, parameter: str, stacks: Mapping[str, torch.
     interleaved. Others are asked for the same attributes; without them the shapes of a gate_up and a down weight tell the
     order, and where they do not it is that of F.linear, [E, N, K].
     """
-    experts, *matrix = stacks[parameter].shape
     transposed = getattr(module, "is_transposed", None)
     if transposed is None:
         transposed = _looks_transposed([tuple(stack.shape) for stack in stacks.values()])
-    rows, columns = reversed(matrix) if transposed else matrix
-    gated = re.search(GATE_UP, parameter) is not None and getattr(module, "has_gate", True) and rows % 2 == 0
+    return stack_weight(
+        parameter,
+        stacks[parameter].shape,
+        contraction=-2 if transposed else -1,
+        has_gate=getattr(module, "has_gate", True),
+        interleaved=not getattr(module, "is_concatenated", True),
+    )
+
+
+def stack_weight(
+    parameter: str, shape: torch.Size, *, contraction: int, has_gate: bool = True, interleaved: bool = False
+) -> LayerWeight:
+    """A 3-D parameter of experts; one that holds gate and up by its name has a shard for each, interleaved or stacked."""
+    experts, *matrix = shape
+    rows, columns = matrix if contraction == -1 else reversed(matrix)
+    gated = re.search(GATE_UP, parameter) is not None and has_gate and rows % 2 == 0
     return LayerWeight(
         parameter=parameter,
         rows=rows,
         columns=columns,
-        contraction=-2 if transposed else -1,
+        contraction=contraction,
         experts=experts,
         shards=(rows // 2, rows // 2) if gated else (),
-        interleaved=gated and not getattr(module, "is_concatenated", True),
+        interleaved=gated and interleaved,
     )
 
 
